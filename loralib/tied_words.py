@@ -47,7 +47,7 @@ def tied_words(model: nn.Module) -> list[TiedWords]:
     return list(found.values())
 
 
-def note_untied(model: nn.Module, tied: list[TiedWords]) -> None:
+def warn_of_untied(model: nn.Module, tied: list[TiedWords]) -> None:
     """Warns of weights that are not shared any more, unless the model notes that itself.
 
     Args:
@@ -84,6 +84,6 @@ def _words_and_head(part: Any) -> tuple[Any, Any]:
         return None, None
     try:
         both = part.get_input_embeddings(), part.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # of models without words, or without a head
+    except Exception:  # of models without words or a head, or whose methods are other ones
         return None, None
     return both if all(hasattr(module, "weight") for module in both) else (None, None)

@@ -21,7 +21,7 @@ from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
 from .tensor_kinds import is_fake, is_sharded
 from .text import in_short, module_label
-from .tied_words import note_untied, tied_words
+from .tied_words import tied_words, warn_of_untied
 from .trained import forget_trained, note_frozen, note_trained
 from .wrappers import contains
 from .zero3 import check_gathered
@@ -316,7 +316,7 @@ def merge(module: nn.Module) -> nn.Module:
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
     _warn_of_overflow(module, finite, {id(parameter) for parameter in earlier})
-    note_untied(module, tied)
+    warn_of_untied(module, tied)
     return module
 
 

@@ -636,6 +636,26 @@ def test_merging_does_not_warn_if_settings_and_weights_agree(target, ties, caplo
     assert caplog.text == ""
 
 
+class WithOtherMethod(TiedLM):
+    """Its method of upstream's name computes the embeddings, as in some models of images."""
+
+    def get_input_embeddings(self, ids, images):
+        raise AssertionError("is not called with these arguments")
+
+
+class WithoutHead(TiedLM):
+    def get_output_embeddings(self):
+        raise ValueError("a model without a head")
+
+
+@pytest.mark.parametrize("kind", [WithOtherMethod, WithoutHead])
+def test_a_model_is_merged_whatever_its_methods_of_words_do(kind, caplog):
+    model = kind(TIES)
+    lora.add_lora(model, "q_proj", r=2)
+    lora.merge(model)
+    assert caplog.text == ""
+
+
 def test_remove_lora_refuses_what_add_lora_has_not_adapted(model):
     with pytest.raises(ValueError, match="has no LoRA to remove"):
         lora.remove_lora(model)
