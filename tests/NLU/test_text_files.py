@@ -425,6 +425,17 @@ def test_a_second_line_of_column_names_is_an_error(tmp_path, before, label):
         read_table(str(path))
 
 
+@pytest.mark.parametrize("header", [",text,label", "text,label,", "\ufefftext,label,id"])
+def test_a_second_line_of_column_names_may_have_an_empty_name_or_a_byte_order_mark(
+    tmp_path, header
+):
+    """As in tables with an index that pandas has written, and in those of spreadsheets."""
+    path = tmp_path / "rows.csv"
+    path.write_text(2 * f"{header}\n0,a,1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="row 2: is the line of column names again"):
+        read_table(str(path))
+
+
 def test_a_row_may_have_the_names_of_some_columns(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("text,label\ntext,a\nno,label\n")

@@ -77,7 +77,7 @@ def _read_csv(path: str, texts: Sequence[str], cache_dir: str | None) -> Dataset
     }
     with _explained(path, partial(check_rows, path, header)):
         rows = _load_csv(path, options)
-    _refuse_second_header(rows, path)
+    _refuse_second_header(rows, header, path)
     return rows
 
 
@@ -101,10 +101,11 @@ def _load_csv(path: str, options: Mapping[str, Any]) -> Dataset:
     return load_rows("csv", path, **{**options, **types})
 
 
-def _refuse_second_header(rows: Dataset, path: str) -> None:
+def _refuse_second_header(rows: Dataset, header: Sequence[str], path: str) -> None:
     """Checks that no row of a CSV file is the line of column names, as after ``cat a.csv b.csv``.
 
-    Its label would be a class. With a single column, such a row may be a text.
+    Its label would be a class. With a single column, such a row may be a text. A second file may
+    begin with a byte order mark, as spreadsheets write it.
 
     Raises:
         ValueError: there is such a row.
@@ -115,11 +116,10 @@ def _refuse_second_header(rows: Dataset, path: str) -> None:
     if len(table.column_names) < 2:
         return
     repeats = None
-    for name in table.column_names:
-        column = table.column(name)
+    for column, name in zip(table.columns, header, strict=True):
         if not (types.is_string(column.type) or types.is_large_string(column.type)):
             return
-        same = compute.equal(column, name)
+        same = compute.or_(compute.equal(column, name), compute.equal(column, f"\ufeff{name}"))
         repeats = same if repeats is None else compute.and_(repeats, same)
         if not compute.any(repeats).as_py():
             return
