@@ -214,7 +214,9 @@ class DiskFullError(OSError):
     def __init__(self, path: Path, needed: str | None, is_quota: bool = False):
         self.path, self.needed, self.is_quota = path, needed, is_quota
         full = "the user's quota is used up" if is_quota else "the disk is full"
-        free = shutil.disk_usage(path.parent).free
+        # Of a new folder's parents, not all may be there.
+        there = next(folder for folder in path.absolute().parents if folder.is_dir())
+        free = shutil.disk_usage(there).free
         super().__init__(
             f"{path}: {full}: no more files can be created, the disk has {free:,} bytes free; "
             "remove some files and start again"

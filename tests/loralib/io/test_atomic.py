@@ -652,6 +652,20 @@ def test_a_disk_may_take_no_more_files(tmp_path, monkeypatch, what, code):
     assert code == errno.EROFS or "no more files can be created, the disk has" in str(caught.value)
 
 
+def test_a_disk_may_take_no_more_folders(tmp_path, monkeypatch):
+    """The error is one of the new folder, although its parent could not be created."""
+    path = tmp_path / "new" / "folder"
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "temporary")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    message = re.escape(f"{path}: the disk is full: no more files can be created")
+    with pytest.raises(DiskFullError, match=message):  # noqa: SIM117
+        with replacing_folder(path, path.with_name(".unfinished")):
+            pass
+
+
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("what", ["file", "folder", "replaced"])
 def test_a_rename_that_fails_leaves_the_old_content(tmp_path, monkeypatch, what, there):
