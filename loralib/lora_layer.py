@@ -398,6 +398,11 @@ class LoRALayer:
         else:
             self._in_effect = bool(value)
 
+    @property
+    def is_update_in_weight(self) -> bool:
+        """Whether a class that merges by itself, as 0.1.2 does, has changed `weight`."""
+        return self._set_merged
+
     def _computes_elsewhere(self) -> bool:
         """Returns whether forward is not this package's, but a subclass's or set on the instance.
 

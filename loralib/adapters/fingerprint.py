@@ -98,13 +98,18 @@ def has_float16(state: Mapping[str, Any]) -> bool:
 
 
 def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Returns whether weights are in float16, or cannot be read (offloaded, quantized, ...).
+    """Returns whether weights are in float16, contain updates, or cannot be read.
+
+    They contain updates if a layer's class merges by itself, as 0.1.2 does. Offloaded and quantized
+    weights cannot be read, for example.
 
     Args:
         model: the model.
         state: those of its weights that the fingerprint would be computed from.
     """
     if has_float16(state) or _has_packed_weights(model):
+        return True
+    if any(getattr(module, "is_update_in_weight", False) for module in model.modules()):
         return True
     if not all(is_lazy(each) or is_dense(each) for each in model.parameters()):
         return True

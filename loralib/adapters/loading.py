@@ -349,6 +349,11 @@ def _check_present(
             raise CheckpointError(
                 f"{adapter.source}: does not adapt {name}, which has LoRA here: {_other(layer)}"
             )
+        if layer.is_update_in_weight:
+            raise CheckpointError(
+                f"{adapter.source}: the weight of {name} contains its present update, as its "
+                f"{type(layer).__name__} says by merged = True: call model.train() first"
+            )
         needed = settings[name]
         pairs = {
             "rank": (needed.r, layer.r),

@@ -161,6 +161,21 @@ def test_merged_cannot_be_set_to_true_where_the_weight_holds_no_update():
     assert not layer.train().merged
 
 
+@pytest.mark.parametrize("kind", [OwnMerging, OwnMergingAndForward])
+def test_a_weight_that_contains_the_update_is_not_taken_for_the_base_s(tmp_path, kind):
+    model = nn.Sequential(kind(6, 4, r=2))
+    lora.mark_only_lora_as_trainable(model)
+    nn.init.normal_(model[0].lora_B)
+    again = copy.deepcopy(model)
+    lora.save_adapter(model.eval(), tmp_path / "merged.safetensors")
+    assert lora.read_adapter(tmp_path / "merged.safetensors").lora.base_fingerprint is None
+    assert lora.load_adapter(again, tmp_path / "merged.safetensors") == ("0",)
+    lora.save_adapter(again, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is not None
+    with pytest.raises(CheckpointError, match=r"0 contains its present update, .*: call"):
+        lora.load_adapter(again.eval(), tmp_path / "a.safetensors")
+
+
 def test_a_subclass_with_its_own_forward_has_to_define_merged_layer():
     class Twice(lora.Linear):
         def forward(self, x):
