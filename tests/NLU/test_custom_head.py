@@ -12,6 +12,8 @@ from transformers import (
     RobertaPreTrainedModel,
 )
 from transformers.file_utils import ModelOutput
+from transformers.models.deberta_v2.modeling_deberta_v2 import ContextPooler, StableDropout
+from transformers.models.roberta.modeling_roberta import RobertaClassificationHead
 
 
 class Scorer:
@@ -85,3 +87,42 @@ def test_a_custom_head_is_built_trained_saved_and_loaded(scorer, tmp_path, caplo
     model.save_pretrained(tmp_path / "tuned")
     again = scorer.from_pretrained(tmp_path / "tuned")
     assert torch.equal(again(**given).scores, scores)
+
+
+class RobertaWithUpstreamsHead(RobertaPreTrainedModel):
+    """Upstream's head is given the states of all tokens, and takes the first."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.classifier = RobertaClassificationHead(config)
+        self.init_weights()
+
+    def forward(self, input_ids=None, **given):
+        return self.classifier(self.roberta(input_ids, **given)[0])
+
+
+class DebertaWithUpstreamsHead(DebertaV2PreTrainedModel):
+    """Upstream's pooler is given the states of all tokens, and takes the first."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(config)
+        self.pooler = ContextPooler(config)
+        self.dropout = StableDropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(self.pooler.output_dim, config.num_labels)
+        self.init_weights()
+
+    def forward(self, input_ids=None, **given):
+        pooled = self.pooler(self.deberta(input_ids, **given)[0])
+        return self.classifier(self.dropout(pooled))
+
+
+@pytest.mark.parametrize("custom", [RobertaWithUpstreamsHead, DebertaWithUpstreamsHead])
+def test_upstream_s_heads_take_the_states_of_all_tokens(custom):
+    family = "roberta" if custom is RobertaWithUpstreamsHead else "deberta"
+    usual = maker.build(family, "classifier")
+    model = custom(usual.config).eval()
+    model.load_state_dict(usual.state_dict())
+    given = maker.draw_inputs(family, "right")
+    torch.testing.assert_close(model(**given), usual(**given).logits)

@@ -47,6 +47,11 @@ def _real(encoded: Encoded) -> Tensor:
     return encoded.rows.pad(torch.ones_like(encoded.last[:, 0]), fill=0) != 0
 
 
+def first_tokens(states: Tensor) -> Tensor:
+    """(batch, hidden), or (batch, length, hidden), all tokens' states -> (batch, hidden)."""
+    return states[:, 0] if states.dim() == 3 else states
+
+
 def in_precision_of(layer: nn.Module, x: Tensor) -> Tensor:
     """Casts x to the dtype of a layer's weight, unless quantization has packed that weight."""
     weight = layer.weight

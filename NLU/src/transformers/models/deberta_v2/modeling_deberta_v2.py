@@ -36,6 +36,7 @@ from ...modeling_heads import (
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
     VocabularyProjection,
+    first_tokens,
     in_own_precision,
     in_precision_of,
 )
@@ -51,6 +52,9 @@ from .attention_deberta_v2 import (
 )
 from .configuration_deberta_v2 import DebertaV2Config
 from .family import DEBERTA_V2
+
+# Upstream's name for the dropout of its heads, which heads written for it import.
+StableDropout = lora.Dropout
 
 
 class DebertaV2Embeddings(nn.Module):
@@ -369,8 +373,14 @@ class ContextPooler(nn.Module):
         self.dropout = lora.Dropout(config.pooler_dropout)
         self.activation = ACT2FN[config.pooler_hidden_act]
 
+    @property
+    def output_dim(self) -> int:
+        """The width of the output."""
+        return self.dense.out_features
+
     def forward(self, first: Tensor) -> Tensor:
-        """(batch, hidden) -> (batch, hidden)."""
+        """(batch, hidden), the first tokens, or all tokens' states as upstream -> pooled states."""
+        first = first_tokens(first)
         with torch.autocast(first.device.type, enabled=False):
             first = self.dropout(in_precision_of(self.dense, first))
             return self.activation(self.dense(first))

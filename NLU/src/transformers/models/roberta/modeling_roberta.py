@@ -37,6 +37,7 @@ from ...modeling_heads import (
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
     VocabularyProjection,
+    first_tokens,
     in_precision_of,
 )
 from ...modeling_padded import PaddedAttention
@@ -292,10 +293,11 @@ class RobertaClassificationHead(nn.Module):
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, first: Tensor) -> Tensor:
-        """(batch, hidden) -> (batch, labels).
+        """(batch, hidden), the first tokens, or all tokens' states as upstream -> (batch, labels).
 
         Autocast is off: one token per row is cheap in float32, and logits keep that precision.
         """
+        first = first_tokens(first)
         with torch.autocast(first.device.type, enabled=False):
             first = self.dropout(in_precision_of(self.dense, first))
             return self.out_proj(self.dropout(torch.tanh(self.dense(first))))
