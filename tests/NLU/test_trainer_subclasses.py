@@ -1,5 +1,8 @@
 """Trainers with overridden methods, and models with outputs of several tensors and widths."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +89,16 @@ class Stepping(Trainer):
         return loss.detach()
 
 
+class Saving(Trainer):
+    """Writes a file next to each checkpoint; the arguments are 4.4.2's."""
+
+    def _save_checkpoint(self, model, trial, metrics=None):
+        super()._save_checkpoint(model, trial, metrics=metrics)
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        loss = None if metrics is None else metrics["eval_loss"]
+        Path(folder, "own.json").write_text(json.dumps([model.a.item(), loss, trial]))
+
+
 class Predicting(Trainer):
     """Its prediction step returns the negatives of the predictions."""
 
@@ -102,6 +115,16 @@ def test_training_step_can_be_overridden(make, accumulated):
         make(kind, gradient_accumulation_steps=accumulated) for kind in (Stepping, Trainer)
     )
     assert trained(first) == trained(second)
+
+
+@pytest.mark.parametrize("evaluated", ["no", "epoch"])
+def test_save_checkpoint_can_be_overridden(make, tmp_path, evaluated):
+    trainer = make(Saving, save_strategy="epoch", evaluation_strategy=evaluated)
+    trainer.train()
+    assert (tmp_path / "out" / "checkpoint-5" / "own.json").is_file()
+    written = json.loads((tmp_path / "out" / "checkpoint-10" / "own.json").read_text())
+    loss = None if evaluated == "no" else trainer.evaluate()["eval_loss"]
+    assert written == [trainer.model.a.item(), loss, None]
 
 
 def test_prediction_step_can_be_overridden(make):

@@ -749,7 +749,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._report_to_hp_search(metrics)
         if self.control.should_save:
             self._check_weights()
-            self._save_checkpoint(metrics)
+            self._save_checkpoint(self.model_wrapped, self._trial, metrics=metrics)
             self._call("on_save")
 
     # ---- checkpoints and results ----
@@ -760,8 +760,13 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             folder = Path(output_dir or self.args.output_dir)
             self.checkpoints.save_model(folder, self.model, self.tokenizer)
 
-    def _save_checkpoint(self, metrics: dict[str, float] | None) -> None:
-        """Writes ``checkpoint-<step>``, with the evaluation's metrics if there was one."""
+    def _save_checkpoint(
+        self, model: nn.Module, trial: Any, metrics: dict[str, float] | None = None
+    ) -> None:
+        """Writes ``checkpoint-<step>``, with the evaluation's metrics if there was one.
+
+        Subclasses override this with 4.4.2's arguments; `model` and `trial` are not needed here.
+        """
         if metrics is not None:
             folder = self.checkpoints.folder(self.state.global_step)
             note_best(self.state, self.args, metrics, folder)
