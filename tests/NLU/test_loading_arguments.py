@@ -161,6 +161,16 @@ def test_a_misspelled_setting_is_refused_with_a_suggestion(folder, owner):
         owner.from_pretrained(folder, hiden_dropout_prob=0.5, nmu_labels=3)
 
 
+@pytest.mark.parametrize("owner", CONFIGS)
+def test_a_setting_of_another_model_may_be_none(folder, owner):
+    """As in copies of the release's run_glue.py, which gives RoBERTa DeBERTa's cls_dropout."""
+    assert owner.from_pretrained(folder, cls_dropout=None).to_dict() == (
+        owner.from_pretrained(folder).to_dict()
+    )
+    with pytest.raises(TypeError, match="has no setting cls_dropout"):
+        owner.from_pretrained(folder, cls_dropout=0.1)
+
+
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
 def test_fields_that_describe_a_file_are_not_settings(folder, owner):
     with pytest.raises(TypeError, match="has no setting model_type, transformers_version"):
