@@ -1,6 +1,7 @@
 """The package's public names, and what is imported for them."""
 
 import ast
+import importlib
 import inspect
 import json
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import transformers
+from transformers import activations
 from transformers.utils import check_min_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +63,28 @@ def test_a_name_that_is_not_included_is_a_clear_error():
     with pytest.raises(ImportError, match="BertModel"):
         from transformers import BertModel  # noqa: F401
     assert not hasattr(transformers, "__no_such_thing__")
+
+
+NAMES_OF_PACKAGES = {
+    "transformers.models.roberta": ["RobertaConfig", "RobertaForMaskedLM", "RobertaTokenizerFast"],
+    "transformers.models.deberta_v2": ["DebertaV2Model", "DebertaV2TokenizerFast"],
+    "transformers.models.auto": ["AutoConfig", "AutoModel", "AutoTokenizer", "MODEL_MAPPING"],
+}
+
+
+@pytest.mark.parametrize(("package", "names"), NAMES_OF_PACKAGES.items())
+def test_packages_of_models_have_their_public_names(package, names):
+    module = importlib.import_module(package)
+    for name in names:
+        assert getattr(module, name) is getattr(transformers, name)
+    for other in ("BertModel", "Trainer"):
+        with pytest.raises(AttributeError, match=f"'{package}' has no attribute '{other}'"):
+            getattr(module, other)
+
+
+def test_activations_have_upstream_s_names():
+    for name in ("gelu", "gelu_new", "gelu_fast", "mish"):
+        assert getattr(activations, name) is activations.ACT2FN[name]
 
 
 def test_check_min_version_refuses_later_versions():

@@ -286,6 +286,11 @@ __all__ = sorted([*_MODULE_OF, "logging"])
 del globals()["models"]
 
 
+def module_of(name: str) -> str | None:
+    """Returns the module that defines a public name, relative to this package, or None."""
+    return _MODULE_OF.get(name) or _families.modules_of_classes().get(name)
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+gelu = F.gelu
 mish = F.mish
 
 
@@ -23,7 +24,7 @@ def linear_act(x: Tensor) -> Tensor:
 
 
 ACT2FN: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
+    "gelu": gelu,
     "gelu_new": gelu_new,
     "gelu_fast": gelu_fast,
     "linear": linear_act,

@@ -1,1 +1,9 @@
 """The Auto classes, which choose a class by a checkpoint's model type."""
+
+from typing import Any
+
+from ..public_names import public_name
+
+
+def __getattr__(name: str) -> Any:
+    return public_name(__name__, name)
