@@ -81,6 +81,7 @@ class FT_Dataset(Dataset):
         path: str | os.PathLike,
         batch_size: int,
         max_seq_length: int,
+        *,  # the release's fourth argument is another one
         joint_lm: bool = False,
         seed: int = 0,
         vocab_size: int = 50257,

@@ -199,7 +199,7 @@ def read_data(args: argparse.Namespace, dist_env: DistEnv) -> tuple[FT_Dataset, 
     train_data = read_training_data(args)
     # A model is always evaluated on completions only, whatever --obj is.
     valid_data = FT_Dataset(
-        args.valid_data, args.valid_batch_size, args.seq_len, False, args.random_seed
+        args.valid_data, args.valid_batch_size, args.seq_len, seed=args.random_seed
     )
     if dist_env.is_main and args.obj == "clm":
         warn_of_ends({args.train_data: train_data, args.valid_data: valid_data})
@@ -209,7 +209,9 @@ def read_data(args: argparse.Namespace, dist_env: DistEnv) -> tuple[FT_Dataset, 
 def read_training_data(args: argparse.Namespace) -> FT_Dataset:
     """Reads the examples to train on."""
     joint = args.obj == "jlm"
-    return FT_Dataset(args.train_data, args.train_batch_size, args.seq_len, joint, args.random_seed)
+    return FT_Dataset(
+        args.train_data, args.train_batch_size, args.seq_len, joint_lm=joint, seed=args.random_seed
+    )
 
 
 def build_run(

@@ -77,7 +77,7 @@ def test_rows_are_the_releases_except_for_padding(write, seq_len, joint_lm):
         ([50256], [50256, 0, 0, 3]),
         *random_examples(8),
     ]
-    dataset = FT_Dataset(write(*examples), len(examples), seq_len, joint_lm)
+    dataset = FT_Dataset(write(*examples), len(examples), seq_len, joint_lm=joint_lm)
     batch = collate(list(dataset))
     longest = min(seq_len, max(len(a) + len(b) for a, b in examples))
     for index, (context, completion) in enumerate(examples):
@@ -94,7 +94,9 @@ def test_rows_are_the_releases_except_for_padding(write, seq_len, joint_lm):
 @pytest.mark.parametrize("seq_len", [3, 6, 64])
 def test_a_batch_has_the_positions_of_the_tokens_that_its_loss_needs(write, seq_len, joint_lm):
     """They are those up to each row's last target or, in a row without targets, the first one."""
-    dataset = FT_Dataset(write(*random_examples(12), ([1, 2, 3, 4], [5])), 13, seq_len, joint_lm)
+    dataset = FT_Dataset(
+        write(*random_examples(12), ([1, 2, 3, 4], [5])), 13, seq_len, joint_lm=joint_lm
+    )
     batch = collate(list(dataset))
     rows, mask = batch["packed_rows"], batch["mask"]
     last = [max(row.nonzero().flatten().tolist(), default=0) for row in mask]
@@ -112,7 +114,7 @@ def test_a_batch_is_as_long_as_its_longest_row(write):
 
 @pytest.mark.parametrize("joint_lm", [False, True])
 def test_without_a_context_the_first_token_is_no_target(write, joint_lm):
-    batch = collate([FT_Dataset(write(([], [7, 8, 9])), 1, 8, joint_lm)[0]])
+    batch = collate([FT_Dataset(write(([], [7, 8, 9])), 1, 8, joint_lm=joint_lm)[0]])
     assert batch["target"].tolist() == [[8, 9, 0]]
     assert batch["mask"].tolist() == [[1, 1, 0]]
 
@@ -194,6 +196,12 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path, before):
         FT_Dataset(path, 1, 16)
 
 
+def test_the_release_s_fourth_argument_is_not_taken_for_another(write):
+    """There it is a length, as in gpt2_beam.py; here it would have made contexts targets."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        FT_Dataset(write(([1], [2])), 1, 16, 64)
+
+
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 8), (-1, 8), (8, 0)])
 def test_sizes_have_to_be_positive(write, batch_size, seq_len):
     with pytest.raises(ValueError, match="must be at least 1"):
@@ -238,7 +246,7 @@ def test_whether_completions_show_their_ends(write, examples, shows):
     """The answer depends neither on the sequence length nor on the objective."""
     path = write(*examples)
     for length, joint_lm in ((3, True), (3, False), (9, False)):
-        dataset = FT_Dataset(path, 4, length, joint_lm)
+        dataset = FT_Dataset(path, 4, length, joint_lm=joint_lm)
         assert dataset.shows_ends() == shows
 
 
