@@ -81,9 +81,9 @@ class WrongBaseError(CheckpointError):
         if base:
             theirs, way_out = f"'{base}'", f"give '{base}'"
         if at_the_end:
-            way_out = (
-                "only last rows differ, as if words had been added to both, with random rows: give "
-                "the model that the words were added to before training, as saved then"
+            way_out += (
+                "; last rows differ: if words were added to the base, give it as it was saved with "
+                "them, because adding them again draws other rows"
             )
         super().__init__(
             f"{source}: was trained on another base than the one given: {theirs} "

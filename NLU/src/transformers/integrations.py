@@ -98,7 +98,7 @@ class WandbCallback(TrainerCallback):
         self._is_trial = False  # whether the run is a trial's
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Ends the run before and after a trial: steps that begin again need a run of their own."""
+        """Ends the run before and after a trial, because the steps of each trial begin at 1."""
         if self.run is not None and (self._is_trial or state.is_hyper_param_search):
             self.run.finish()
             self.run = None
