@@ -69,25 +69,17 @@ class WrongBaseError(CheckpointError):
         base: the name of the adapter's base, if the adapter records it.
         expected: the fingerprint of the adapter's base.
         found: the fingerprint of the base that was given.
-        at_the_end: whether the two differ in the last values of matrices alone.
     """
 
-    def __init__(
-        self, source: str, base: str | None, expected: str, found: str, at_the_end: bool = False
-    ):
+    def __init__(self, source: str, base: str | None, expected: str, found: str):
         self.base, self.expected, self.found = base, expected, found
-        self.at_the_end = at_the_end
         theirs, way_out = "one of unknown name", "give the base that it was trained on"
         if base:
             theirs, way_out = f"'{base}'", f"give '{base}'"
-        if at_the_end:
-            way_out += (
-                "; last rows differ: if words were added to the base, give it as it was saved with "
-                "them, because adding them again draws other rows"
-            )
         super().__init__(
             f"{source}: was trained on another base than the one given: {theirs} "
-            f"(fingerprint {expected}), not one of fingerprint {found}; {way_out}"
+            f"(fingerprint {expected}), not one of fingerprint {found}; {way_out} or, if words "
+            "were added to that before the training, the model that was saved with them"
         )
 
 

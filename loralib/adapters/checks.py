@@ -9,7 +9,7 @@ import torch
 from ..errors import CheckpointError, MissingPartError, SettingsError, WrongBaseError
 from .adapter import Adapter, lora_modules
 from .families import Family, family_of
-from .fingerprint import are_of_one_base, differ_in_last_values
+from .fingerprint import are_of_one_base
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,7 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
         return
     theirs = metadata.base_fingerprint
     if not are_of_one_base(theirs, base_fingerprint):
-        at_the_end = differ_in_last_values(theirs, base_fingerprint)
-        raise WrongBaseError(adapter.source, metadata.base, theirs, base_fingerprint, at_the_end)
+        raise WrongBaseError(adapter.source, metadata.base, theirs, base_fingerprint)
 
 
 def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
@@ -123,5 +122,4 @@ def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
             adapter.source,
         )
     elif not any(are_of_one_base(theirs, each) for each in fingerprints):
-        close = [each for each in fingerprints if differ_in_last_values(theirs, each)]
-        check_base(adapter, [*close, *fingerprints][0])
+        check_base(adapter, fingerprints[0])

@@ -77,11 +77,6 @@ def are_of_one_base(first: str, second: str) -> bool:
     return first[:_PART] == second[:_PART] and (has_first_part_only or first == second)
 
 
-def differ_in_last_values(first: str, second: str) -> bool:
-    """Returns whether two fingerprints differ in their second part alone."""
-    return first[:_PART] == second[:_PART] and not are_of_one_base(first, second)
-
-
 def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | None:
     """Returns the fingerprint of a model's matrices, without the trained ones that are named.
 

@@ -9,7 +9,6 @@ from tiny_adapters import Tiny
 
 from loralib.adapters.fingerprint import (
     are_of_one_base,
-    differ_in_last_values,
     fingerprint,
     fingerprint_without,
     possible_fingerprints,
@@ -62,10 +61,6 @@ def test_a_fingerprint_shows_other_rows_at_the_end_of_a_vocabulary(rows, dtype):
     base["words.weight"], again["words.weight"] = words, words.clone()
     assert are_of_one_base(fingerprint(base), fingerprint(again))
     again["words.weight"][-rows:] += 1
-    assert differ_in_last_values(fingerprint(base), fingerprint(again))
-    assert not are_of_one_base(fingerprint(base), fingerprint(again))
-    again["up.weight"] = words[64:128]
-    assert not differ_in_last_values(fingerprint(base), fingerprint(again))
     assert not are_of_one_base(fingerprint(base), fingerprint(again))
 
 
@@ -75,7 +70,6 @@ def test_a_file_with_only_the_first_part_of_a_fingerprint_is_compared_by_that():
     first_part = fingerprint(base)[:16]
     for both in (first_part, fingerprint(base)), (fingerprint(base), first_part):
         assert are_of_one_base(*both)
-        assert not differ_in_last_values(*both)
     assert not are_of_one_base(first_part, fingerprint(other))
 
 
