@@ -84,6 +84,6 @@ def _words_and_head(part: Any) -> tuple[Any, Any]:
         return None, None
     try:
         both = part.get_input_embeddings(), part.get_output_embeddings()
-    except Exception:  # of models without words or a head, or whose methods are other ones
+    except Exception:  # no words, no head, or a user's methods that only have these names
         return None, None
     return both if all(hasattr(module, "weight") for module in both) else (None, None)
