@@ -79,7 +79,7 @@ class WrongBaseError(CheckpointError):
         super().__init__(
             f"{source}: was trained on another base than the one given: {theirs} "
             f"(fingerprint {expected}), not one of fingerprint {found}; {way_out} or, if words "
-            "were added to that before the training, the model that was saved with them"
+            "were added to it, the model saved with them"
         )
 
 

@@ -1,6 +1,7 @@
 """Files of a tiny GPT-2's base and LoRA, with all names and in all formats that are read."""
 
 import argparse
+import re
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def refuses(parts, flags, lora_path=None):
         open_model(parse(*flags), None if lora_path is None else str(lora_path))
     text = str(caught.value)
     assert "\n" not in text
-    assert len(text) < 400
+    assert len(re.sub(r"[^\s']*/", "", text)) < 400  # wherever the test's folder is
     for part in parts:
         assert part in text
 

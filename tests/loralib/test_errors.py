@@ -44,8 +44,8 @@ def test_pickling_preserves_an_error_and_its_message_is_one_line(error):
 def test_the_message_for_a_wrong_base_says_what_can_be_done(base, theirs, advice):
     assert str(errors.WrongBaseError("a file", base, "feed", "beef")) == (
         f"a file: was trained on another base than the one given: {theirs} (fingerprint feed), "
-        f"not one of fingerprint beef; {advice} or, if words were added to that before the "
-        "training, the model that was saved with them"
+        f"not one of fingerprint beef; {advice} or, if words were added to it, "
+        "the model saved with them"
     )
 
 

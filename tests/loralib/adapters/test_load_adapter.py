@@ -176,7 +176,7 @@ def test_words_that_were_added_to_the_base_anew_make_it_another_base(tmp_path):
     lora.add_lora(trained, [re.compile("1")], r=2)
     lora.save_adapter(trained, tmp_path / "a.safetensors")
     lora.load_adapter(extended(seed=0), tmp_path / "a.safetensors")
-    way_out = "or, if words were added to that before the training, the model that was saved with"
+    way_out = "or, if words were added to it, the model saved with them"
     refused(extended(seed=1), tmp_path / "a.safetensors", way_out, kind=WrongBaseError)
 
 
