@@ -2,7 +2,7 @@
 # Sets up what is still missing, then lints the code, checks loralib's types and runs the tests.
 #
 #   bash run_tests.sh                      everything
-#   bash run_tests.sh --fast               two minutes: no processes that talk, no fuzzing, nothing slow
+#   bash run_tests.sh --fast               three minutes: no processes that talk, no fuzzing, nothing slow
 #   bash run_tests.sh tests/loralib -x     arguments go to pytest, after --fast as well
 set -euo pipefail
 
