@@ -84,6 +84,7 @@ def _words_and_head(part: Any) -> tuple[Any, Any]:
         return None, None
     try:
         both = part.get_input_embeddings(), part.get_output_embeddings()
-    except Exception:  # no words, no head, or a user's methods that only have these names
+    except Exception as error:  # no words, no head, or a user's methods that only have these names
+        logger.debug("%s: its word embeddings are not known (%r)", type(part).__name__, error)
         return None, None
     return both if all(hasattr(module, "weight") for module in both) else (None, None)
