@@ -189,20 +189,23 @@ def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [[], ["--cuda_graphs"], ["--cuda_graphs", "--grad_acc", "2"]])
-def test_two_processes_on_two_gpus(tiny, tmp_path, environment_with_gpus, how):
-    """They communicate by NCCL; the losses are those of two processes on a CPU."""
-    if torch.cuda.device_count() < 2:
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_two_processes_on_gpus(tiny, tmp_path, environment_with_gpus, gpus, how):
+    """The losses are those of two processes on a CPU. Two GPUs use NCCL, and on one it is gloo."""
+    if torch.cuda.device_count() < gpus:
         pytest.skip("needs two GPUs")
+    script = [HELPERS / "tiny_gpt2_ft.py"]
+    on_gpus = script if gpus == 2 else [HELPERS / "on_one_gpu.py", *script]
     losses = []
-    for name, environment in (
-        ("cpu", {"CUDA_VISIBLE_DEVICES": ""}),
-        ("gpu", environment_with_gpus),
+    for name, environment, command in (
+        ("cpu", {"CUDA_VISIBLE_DEVICES": ""}, script),
+        ("gpu", environment_with_gpus, on_gpus),
     ):
         more = [flag for flag in how if name == "gpu" or flag != "--cuda_graphs"]
         flags = tiny.flags(tmp_path / name, *["--max_step", "4", "--lr", "1e-4"], *more)
         calls = tmp_path / f"{name}.json"
         calls.write_text(json.dumps([{"argv": flags, "kill_in_step": None}]))
-        run = launch(2, HELPERS / "tiny_gpt2_ft.py", calls, **environment)
+        run = launch(2, *command, calls, **environment)
         assert run.returncode == 0, run.stderr[-3000:]
         losses.append(losses_of(tmp_path / name))
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)

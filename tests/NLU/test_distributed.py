@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same_bits
 from launches import run_launcher
 from paths import HELPERS
 
@@ -27,11 +28,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def launch(launcher: str, *command: object, forks: bool = True) -> subprocess.CompletedProcess:
+def launch(
+    launcher: str, *command: object, forks: bool = True, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """Runs a script on two processes, as the release's recipes do or as torchrun does."""
     flags = ["--nproc_per_node=2", f"--master_port={free_port()}"]
     tree = "NLU" if forks else None
-    return run_launcher(launcher, *flags, *command, tree=tree, timeout=240)
+    how = {"tree": tree, "timeout": 240, "environment": environment}
+    return run_launcher(launcher, *flags, *command, **how)
 
 
 def arguments(base: Path, glue: Path, out: Path, batch_size: int, *more: object) -> list[str]:
@@ -133,6 +137,27 @@ def test_two_processes_with_graphs_train_as_one_with_twice_the_batch(
     assert_same_run(whole, tmp_path / "one", 1e-5)
     ended = [lora_of(out) for out in (whole, resumed)]
     assert [name for name in ended[0] if not torch.equal(ended[0][name], ended[1][name])] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [[], ["--cuda_graphs"]])
+def test_two_processes_on_one_gpu_train_as_one_with_twice_the_batch(
+    run_glue, base_without_dropout, tiny_glue, tmp_path, environment_with_gpus, how
+):
+    """On the GPU, a run is resumed bit-exactly, with gradients that no update has used yet."""
+    more = ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"]
+    given = partial(arguments, base_without_dropout, tiny_glue)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for out in (whole, resumed):
+        if out is resumed:
+            shutil.copytree(whole / "checkpoint-1", out / "checkpoint-1")
+        call = given(out, 4, "--save_strategy", "epoch", "--use_deterministic_algorithms", *more)
+        command = ["torch.distributed.run", HELPERS / "on_one_gpu.py", SCRIPT, *call, *how]
+        result = launch(*command, forks=False, environment=environment_with_gpus)
+        assert result.returncode == 0, result.stderr
+    run_glue.main(given(tmp_path / "one", 8, "--no_cuda", *more))
+    assert_same_run(whole, tmp_path / "one", 1e-4)
+    assert_same_bits(lora_of(whole), lora_of(resumed))
 
 
 @pytest.fixture(scope="module")
