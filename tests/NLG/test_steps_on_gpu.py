@@ -191,7 +191,7 @@ def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
 @pytest.mark.parametrize("how", [[], ["--cuda_graphs"], ["--cuda_graphs", "--grad_acc", "2"]])
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_two_processes_on_gpus(tiny, tmp_path, environment_with_gpus, gpus, how):
-    """The losses are those of two processes on a CPU. Two GPUs use NCCL, and on one it is gloo."""
+    """The losses are those on a CPU. Processes with a GPU each use NCCL, those on one GPU gloo."""
     if torch.cuda.device_count() < gpus:
         pytest.skip("needs two GPUs")
     script = [HELPERS / "tiny_gpt2_ft.py"]
