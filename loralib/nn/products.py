@@ -463,9 +463,9 @@ def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 def _is_onednn_faster() -> bool:
     """Returns whether oneDNN is known to be faster in float32 than MKL, PyTorch's own choice.
 
-    On the two AMD processors that were measured, MKL takes 1.1 and 2.2 times as long. On Intel's
-    they take about the same time, but with some transposed weights (5632 x 2048 is one) oneDNN
-    takes up to 2.4 times as long.
+    On the two AMD processors with AVX-512 that were measured, MKL takes 1.1 and 2.2 times as long.
+    On one with only AVX2, oneDNN takes up to 1.3 times as long. On Intel's they take about the same
+    time, but with some transposed weights (5632 x 2048 is one) oneDNN takes up to 2.4 times.
     """
     return (
         not processor.is_intel() and processor.has_avx512() and processor.has_onednn(torch.float32)
