@@ -117,10 +117,14 @@ def test_a_run_that_only_compares_its_models_ends_with_the_last_one(make_trainer
         ({}, False),
         ({"metric_for_best_model": "eval_loss"}, False),
         ({"metric_for_best_model": "accuracy"}, True),
+        ({"metric_for_best_model": "mse"}, False),
+        ({"metric_for_best_model": "eval_german_loss"}, False),
+        ({"metric_for_best_model": "neg_mean_squared_error"}, True),
+        ({"metric_for_best_model": "mse", "greater_is_better": True}, True),
         ({"metric_for_best_model": "mse", "greater_is_better": False}, False),
     ],
 )
-def test_loss_is_better_if_lower_and_other_metrics_if_greater(settings, greater):
+def test_losses_and_errors_are_better_if_lower_and_other_metrics_if_greater(settings, greater):
     args = TrainingArguments(
         "out",
         load_best_model_at_end=True,

@@ -513,9 +513,15 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """Returns the folder to resume from, or None.
 
         Raises:
-            ValueError: the last checkpoint is asked for, and there is none.
+            ValueError: the last checkpoint is asked for, and there is none; or there is no such
+                folder.
         """
         if given is not True:
+            if given and not os.path.isdir(given):
+                raise ValueError(
+                    f"{given} is not a folder, so there is nothing to resume from: give a "
+                    "checkpoint's path, or True for the last one in output_dir"
+                )
             return given or None
         found = get_last_checkpoint(self.args.output_dir)
         if found is None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from pathlib import Path
 
 from loralib.errors import TrainingError
@@ -40,13 +41,19 @@ def note_best(
     """Records an evaluation and its checkpoint in the Trainer's state if it is the best so far.
 
     Raises:
-        TrainingError: the evaluation lacks the metric that is compared.
+        TrainingError: the evaluation lacks the metric that is compared, or it is not a number.
     """
     name = args.eval_metric_name
     if name is None:
         return
     check_best_metric(args, metrics)
     value, best = metrics[name], state.best_metric
+    if not isinstance(value, Real):
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise TrainingError(
+            f"--metric_for_best_model: {name} is {kind}, not a number: compute_metrics has to "
+            "return one number to compare by"
+        )
     if math.isnan(value):
         logger.warning("%s is not a number at step %s", name, state.global_step)
         return

@@ -2,12 +2,13 @@
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from loralib.lora_layer import lora_layers
+from loralib.text import quoted
 from loralib.training import cuda_graphs
 
 from . import consistency
@@ -57,8 +58,9 @@ def check_training_set(dataset: Any, args: TrainingArguments) -> None:
     """Refuses a training set that lacks a length or an index where the settings need one.
 
     Raises:
-        ValueError: it lacks one.
+        ValueError: it lacks one, or it is a dict of sets.
     """
+    _check_one_set("train_dataset", dataset)
     if length_of(dataset) is None and args.max_steps <= 0:
         raise ValueError("the train_dataset has no length: give --max_steps")
     if args.group_by_length and is_iterable_only(dataset):
@@ -69,10 +71,20 @@ def check_evaluation_set(dataset: Any) -> None:
     """Refuses a set to evaluate that has no length.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, or it is a dict of sets.
     """
+    _check_one_set("the set to evaluate", dataset)
     if length_of(dataset) is None:
         raise ValueError("the set to evaluate has no length: give one that has, such as a list")
+
+
+def _check_one_set(name: str, dataset: Any) -> None:
+    """Refuses a dict of sets, such as a `DatasetDict` with its splits."""
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"{name} is a dict of sets, {quoted(map(str, dataset))}: give one of them (evaluate "
+            "takes others, one at a call)"
+        )
 
 
 def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from loralib.errors import TrainingError
-from loralib.text import counted
+from loralib.text import counted, quoted
 from loralib.training.determinism import rng_state, set_rng_state
 
 from .trainer_pt_utils import sorted_by_length
@@ -323,11 +323,23 @@ def is_iterable_only(dataset: Any) -> bool:
 
 
 def used_columns(dataset: Dataset, model: nn.Module, label_names: Iterable[str]) -> Dataset:
-    """Drops the columns that a model's forward does not take, if the set is from `datasets`."""
+    """Drops the columns that a model's forward does not take, if the set is from `datasets`.
+
+    Raises:
+        ValueError: none is left but labels, as with a transform or a collator that makes the
+            model's arguments of other columns, or if forward takes only ``**kwargs``.
+    """
     if not hasattr(dataset, "remove_columns") or dataset.column_names is None:
         return dataset
     taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", *label_names}
-    return dataset.remove_columns([name for name in dataset.column_names if name not in taken])
+    dropped = [name for name in dataset.column_names if name not in taken]
+    if dropped and not {*dataset.column_names} - {*dropped, "label", "label_ids", *label_names}:
+        raise ValueError(
+            f"{type(model).__name__}'s forward takes none of the columns {quoted(dropped)}, so "
+            "nothing would be left: make its arguments of them before, or keep them with "
+            "remove_unused_columns=False"
+        )
+    return dataset.remove_columns(dropped)
 
 
 # ---- lengths ----
@@ -337,18 +349,33 @@ def lengths_of(dataset: Dataset) -> list[int]:
     """Returns the number of tokens of every example, summed over its choices if it has several.
 
     Raises:
-        KeyError: the examples have no ``input_ids``.
+        ValueError: the examples have no ``input_ids``.
     """
     if _is_table(dataset):
         import pyarrow  # which `datasets` depends on
         from pyarrow.compute import list_value_length
 
-        ids = dataset.with_format("arrow")["input_ids"][:]
+        ids = _ids_of(dataset.with_format("arrow"))[:]
         if not pyarrow.types.is_nested(ids.type.value_type):
             return list_value_length(ids).to_pylist()
         return [sum(map(len, choices)) for choices in ids.to_pylist()]
-    each = (dataset[row]["input_ids"] for row in range(len(dataset)))
+    each = (_ids_of(dataset[row]) for row in range(len(dataset)))
     return [sum(map(len, ids)) if len(ids) and np.ndim(ids[0]) else len(ids) for ids in each]
+
+
+def _ids_of(examples: Any) -> Any:
+    """Returns the ``input_ids`` of an example or a table.
+
+    Raises:
+        ValueError: there are none.
+    """
+    try:
+        return examples["input_ids"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            "--group_by_length needs examples with 'input_ids', whose lengths it compares: leave "
+            "it out, or override get_train_dataloader"
+        ) from error
 
 
 def lengths_at_hand(dataset: Dataset, label_names: Iterable[str]) -> list[int] | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -24,8 +23,11 @@ from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import ExampleSampler, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
 from .trainer_pt_utils import LabelSmoother, predictions_of
-from .trainer_results import Evaluation, one_or_all
+from .trainer_results import Evaluation, one_or_all, plain_metrics
 from .trainer_utils import EvalPrediction, PredictionOutput, memory_metrics, speed_metrics
+from .utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 class TrainerEvaluation(TrainerLoaders):
@@ -36,6 +38,7 @@ class TrainerEvaluation(TrainerLoaders):
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
     label_smoother: LabelSmoother | None
     precision: Precision
+    _has_warned = False  # of an evaluation without labels
     _eval_digest: LastDigest  # of the last set only, as a training evaluates one set repeatedly
 
     def evaluate(
@@ -61,6 +64,8 @@ class TrainerEvaluation(TrainerLoaders):
             loader, "evaluating", loss_only, ignore_keys, metric_key_prefix
         )
         metrics = output.metrics
+        if f"{metric_key_prefix}_loss" not in metrics:
+            self._warn_of_no_labels()
         self.log(dict(metrics))
         metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_evaluate", metrics)
@@ -129,14 +134,26 @@ class TrainerEvaluation(TrainerLoaders):
         metrics = {} if loss is None else {f"{metric_key_prefix}_loss": loss}
         if self.compute_metrics and predictions is not None and labels is not None:
             given = self.compute_metrics(EvalPrediction(predictions, labels))
-            for name, value in given.items():
-                is_numpy_scalar = isinstance(value, np.generic)  # JSON cannot hold those
+            for name, value in plain_metrics(given).items():
                 name = f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"
-                metrics[name] = value.item() if is_numpy_scalar else value
+                metrics[name] = value
         metrics.update(speed_metrics(metric_key_prefix, start, count))
         # All processes use the first one's, so that they agree on, say, the best checkpoint.
         metrics = gather_objects(metrics, args.world_size)[0]
         return PredictionOutput(predictions, labels, metrics)
+
+    def _warn_of_no_labels(self) -> None:
+        """Warns once that an evaluation had neither a loss nor metrics, which need labels."""
+        if self._has_warned or not self.args.is_main_process or not self._has_own_step():
+            return
+        self._has_warned = True
+        names = " and ".join(self.label_names)
+        metrics = " or metrics" if self.compute_metrics else ""
+        logger.warning(
+            "the batches to evaluate have no %s, so there is no loss%s: if their labels have "
+            "another name, set label_names in TrainingArguments",
+            *(names, metrics),
+        )
 
     def _check_same_evaluation(self, dataset: Any) -> None:
         if self.args.world_size > 1:

@@ -204,3 +204,30 @@ def as_tensors(parts: Any) -> tuple[Tensor, ...]:
 def one_or_all(parts: Sequence[Any]) -> Any:
     """Returns a single tensor or array by itself, several as a tuple, and None for none."""
     return parts[0] if len(parts) == 1 else tuple(parts) or None
+
+
+def plain_metrics(metrics: Any) -> dict[str, Any]:
+    """Returns what `compute_metrics` returned, with arrays and tensors as numbers and lists.
+
+    JSON, in which checkpoints and results are written, can hold neither arrays nor tensors.
+
+    Raises:
+        TrainingError: `metrics` is not a dict, such as None from a function without ``return``.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TrainingError(
+            "compute_metrics has to return a dict with the metrics by name, but it returned "
+            f"{'None' if metrics is None else type(metrics).__name__}"
+        )
+    return {name: _plain(value) for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray | Tensor):
+        numbers = np.asarray(value.tolist())
+        return numbers.item() if numbers.size == 1 else numbers.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each) for each in value)
+    return value

@@ -95,6 +95,18 @@ def is_score(name: str) -> bool:
     return name not in ("eval_loss", "epoch") and not name.endswith(aside) and "_mem_" not in name
 
 
+_LESS_IS_BETTER = ("loss", "error", "mse", "rmse", "mae", "perplexity")
+
+
+def is_less_better(name: str) -> bool:
+    """Returns whether less is better of the metric with this name, such as ``eval_mse``.
+
+    scikit-learn's ``neg_…`` scores, such as ``neg_mean_squared_error``, are better if greater.
+    """
+    name = name.removeprefix("eval_")
+    return not name.startswith("neg_") and name.split("_")[-1] in _LESS_IS_BETTER
+
+
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
     """Returns the sum of an evaluation's metrics, or its loss if there are none.
 

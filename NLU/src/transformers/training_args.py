@@ -27,7 +27,7 @@ from loralib.training.reports import check_none_is_alone
 from loralib.training.restarts import Launch
 
 from .hf_argparser import check_ranges, flag
-from .trainer_utils import IntervalStrategy, SchedulerType, is_main_process
+from .trainer_utils import IntervalStrategy, SchedulerType, is_less_better, is_main_process
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -74,7 +74,7 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "run_name": lambda args: args.output_dir,
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
     "greater_is_better": lambda args: (
-        args.eval_metric_name and args.eval_metric_name != "eval_loss"
+        args.eval_metric_name and not is_less_better(args.eval_metric_name)
     ),
     "report_to": lambda args: ["all"],
 }
@@ -205,7 +205,9 @@ class TrainingArguments:
         None, "the metric that decides which model is best (default: loss)"
     )
     greater_is_better: bool | None = flag(
-        None, "whether a greater value is better (default: true unless a loss)"
+        None,
+        "whether a greater value is better (default: true, unless the metric's name ends in loss, "
+        "error, mse, rmse, mae or perplexity)",
     )
     ignore_data_skip: bool = flag(
         False, "after a resume, start the epoch's data over: faster, but not the same run"

@@ -357,6 +357,7 @@ def _as_dicts(features: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns copies of the examples, as dicts.
 
     Raises:
+        TypeError: they are something else, such as the tuples of a `TensorDataset`.
         ValueError: there are none.
     """
     if not features:
@@ -368,4 +369,9 @@ def _as_dict(row: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(row):
         fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
         return {name: value for name, value in fields.items() if value is not None}
+    if not isinstance(row, Mapping):
+        raise TypeError(
+            f"an example is a {type(row).__name__}, not a dict with the model's arguments by name: "
+            "make it one, or give the Trainer a data_collator that makes batches of them"
+        )
     return dict(row)
