@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import tokenizers
@@ -26,6 +27,20 @@ _ENCODING_NAMES = {
     "special_tokens_mask": "special_tokens_mask",
     "offset_mapping": "offsets",
 }
+
+# Held during a call of a backend: for the call's time, the backend has its truncation, which
+# another thread's call would change. One lock for all, because tokenizers may share a backend.
+_one_thread = Lock()
+
+
+def _unlock() -> None:
+    """Makes a new lock in a forked process, which has no thread that would release the old one."""
+    global _one_thread
+    _one_thread = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_unlock)
 
 
 class TokenizersBackend(PreTrainedTokenizerBase):
@@ -132,6 +147,19 @@ class TokenizersBackend(PreTrainedTokenizerBase):
     ) -> list[Encoding]:
         """Returns the backend's encoding of each row."""
         inputs = firsts if seconds is None else list(zip(firsts, seconds, strict=True))
+        with _one_thread:
+            encodings = self._encoded(inputs, settings)
+        if settings.truncation and settings.overflow and not _keeps_what_is_cut_off():
+            longest = max(map(len, encodings), default=0)
+            if longest >= settings.max_length:
+                raise ValueError(
+                    f"tokenizers {tokenizers.__version__} loses most of what it cuts off from long "
+                    "texts: install another version, such as 0.23.3"
+                )
+        return encodings
+
+    def _encoded(self, inputs: list[Any], settings: RowSettings) -> list[Encoding]:
+        """Returns the backend's encodings, cut as the settings say."""
         if settings.truncation:
             self._tokenizer.enable_truncation(
                 settings.max_length,
@@ -140,7 +168,7 @@ class TokenizersBackend(PreTrainedTokenizerBase):
                 direction=self.truncation_side,
             )
         try:
-            encodings = self._tokenizer.encode_batch(
+            return self._tokenizer.encode_batch(
                 inputs,
                 is_pretokenized=settings.words,
                 add_special_tokens=settings.add_special_tokens,
@@ -150,14 +178,6 @@ class TokenizersBackend(PreTrainedTokenizerBase):
             raise ValueError(f"the texts cannot be encoded ({how}): {error}") from error
         finally:
             self._tokenizer.no_truncation()
-        if settings.truncation and settings.overflow and not _keeps_what_is_cut_off():
-            longest = max(map(len, encodings), default=0)
-            if longest >= settings.max_length:
-                raise ValueError(
-                    f"tokenizers {tokenizers.__version__} loses most of what it cuts off from long "
-                    "texts: install another version, such as 0.23.3"
-                )
-        return encodings
 
     def _token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -223,7 +243,8 @@ class PreTrainedTokenizerFast(TokenizersBackend):
                 raise ValueError(f"row {index}: {error}") from error
 
     def _decode(self, ids: list[int], skip_special_tokens: bool, **_: Any) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _one_thread:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _save_tokens(
         self, folder: Path, legacy_format: bool | None, prefix: str | None
