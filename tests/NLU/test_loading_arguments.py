@@ -399,3 +399,9 @@ def test_local_files_only_and_force_download(hub_server, folder, tmp_path):
     assert [bool(some) for some in paths] == [False, True, False, True, True]
     assert fetched[0] == fetched[2] == fetched[3] == set()
     assert fetched[1] == fetched[4] != set()
+
+
+@EVERY_CLASS
+def test_a_token_is_taken_by_its_name_of_today(folder, owner):
+    loaded = owner.from_pretrained(folder, token="hf_secret")
+    assert not hasattr(getattr(loaded, "config", loaded), "token")

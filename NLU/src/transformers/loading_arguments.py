@@ -12,6 +12,7 @@ WHERE = {
     "cache_dir": "cache_dir",
     "revision": "revision",
     "use_auth_token": "token",
+    "token": "token",  # its name today
     "local_files_only": "local_files_only",
     "force_download": "force_download",
 }

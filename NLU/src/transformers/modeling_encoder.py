@@ -358,13 +358,17 @@ class EncoderModel(PreTrainedModel):
         padded = None
         if isinstance(rows, PaddedRows):
             padded = self._padded_attention(rows, given, head_mask, is_shown=output_attentions)
-        embedded = self.embeddings(
-            rows,
-            input_ids,
-            _for_every_row(token_type_ids, given),
-            _for_every_row(position_ids, given),
-            inputs_embeds,
-        )
+        try:
+            embedded = self.embeddings(
+                rows,
+                input_ids,
+                _for_every_row(token_type_ids, given),
+                _for_every_row(position_ids, given),
+                inputs_embeds,
+            )
+        except IndexError as error:
+            _explain(error, self.config, input_ids, token_type_ids, position_ids)
+            raise
         shown: list[Tensor] | None = [] if output_hidden_states else None
         all_tokens = output_hidden_states or padded is not None
         last = self.encoder(embedded, rows, first_only and not all_tokens, shown, padded)
@@ -427,11 +431,55 @@ class EncoderModel(PreTrainedModel):
 
 
 def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Returns the one of the two that is given; it is an error to give both or neither."""
+    """Returns the one of the two that is given.
+
+    Raises:
+        TypeError: it is not a tensor.
+        ValueError: both or neither are given, or it is not a batch.
+    """
     if (input_ids is None) == (inputs_embeds is None):
         number = "both" if inputs_embeds is not None else "neither"
         raise ValueError(f"give either input_ids or inputs_embeds: {number} were given")
-    return inputs_embeds if input_ids is None else input_ids
+    if input_ids is None:
+        _check_batch("inputs_embeds", inputs_embeds, ("batch", "length", "hidden"))
+        return inputs_embeds
+    _check_batch("input_ids", input_ids, ("batch", "length"))
+    return input_ids
+
+
+def _check_batch(name: str, given: Any, axes: tuple[str, ...]) -> None:
+    """Checks that the model got a batch, not a row of it, a list, or a tokenizer's whole output."""
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}, not a tensor: pass a tokenizer's output as "
+            'model(**batch), made with return_tensors="pt"'
+        )
+    if given.dim() != len(axes):
+        hint = ": for a single row, pass row.unsqueeze(0)" if given.dim() < len(axes) else ""
+        raise ValueError(f"{name} is {tuple(given.shape)}, not ({', '.join(axes)}){hint}")
+    if not is_recorded() and len(given) == 0:
+        raise ValueError(f"{name} is {tuple(given.shape)}: the batch has no rows")
+
+
+def _explain(
+    error: IndexError,
+    config: PretrainedConfig,
+    input_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+) -> None:
+    """Raises an error that names the ids without an embedding, which PyTorch's does not."""
+    sizes = {
+        "input_ids": (input_ids, config.vocab_size, "encode with the model's own tokenizer"),
+        "token_type_ids": (token_type_ids, config.type_vocab_size, "leave them out"),
+        "position_ids": (position_ids, config.max_position_embeddings, "leave them out"),
+    }
+    for name, (ids, size, advice) in sizes.items():
+        wrong = [] if ids is None else ids[(ids < 0) | (ids >= size)].tolist()
+        if wrong:
+            raise IndexError(
+                f"{name} has {wrong[0]}, but the model has embeddings of 0 to {size - 1}: {advice}"
+            ) from error
 
 
 def _place(

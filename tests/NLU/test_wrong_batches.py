@@ -1,0 +1,40 @@
+"""What a model says about arguments that are not a batch, or that have no embedding."""
+
+import re
+
+import pytest
+import torch
+from model_folders import make
+
+from transformers import BatchEncoding, RobertaForSequenceClassification
+
+IDS = torch.tensor([[0, 5, 6, 2]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"input_ids": IDS[0]}, ValueError, "input_ids is (4,), not (batch, length): for a single"),
+        ({"input_ids": IDS[None]}, ValueError, "input_ids is (1, 1, 4), not (batch, length)"),
+        ({"input_ids": IDS[:0]}, ValueError, "input_ids is (0, 4): the batch has no rows"),
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids is a list, not a tensor: pass a token"),
+        (
+            {"input_ids": BatchEncoding({"input_ids": IDS})},
+            TypeError,
+            "is a BatchEncoding, not a tensor: pass a tokenizer's output as model(**batch)",
+        ),
+        ({"inputs_embeds": torch.rand(4, 8)}, ValueError, "not (batch, length, hidden)"),
+        ({"input_ids": IDS + 20}, IndexError, "input_ids has 20, but the model has embeddings of "),
+        ({"input_ids": IDS - 1}, IndexError, "has -1, but the model has embeddings of 0 to 19"),
+        (
+            {"input_ids": IDS, "token_type_ids": torch.ones_like(IDS)},
+            IndexError,
+            "token_type_ids has 1, but the model has embeddings of 0 to 0: leave them out",
+        ),
+    ],
+    ids=["row", "3d", "empty", "list", "encoding", "row of embeddings", "new", "negative", "types"],
+)
+def test_a_wrong_batch_is_named(arguments, error, message):
+    model = make(RobertaForSequenceClassification)
+    with pytest.raises(error, match=re.escape(message)):
+        model(**arguments)
