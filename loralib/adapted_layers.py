@@ -43,6 +43,11 @@ class _AdaptedConv(LoRALayer):
         ones = [1] * (len(inner) - 1)
         self._add_lora_parameters((self.r, *inner), (out, self.r, *ones), dtype)
 
+    def reset_parameters(self) -> None:
+        """Initializes all parameters: W and b as the plain convolution does, and the update's."""
+        super().reset_parameters()
+        self.reset_lora_parameters()
+
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight.flatten(1)
 

@@ -272,6 +272,21 @@ def test_attention_drops_weights_only_in_training():
     torch.testing.assert_close(model.eval()["attention"](x, x, x)[0], expected)
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize(
+    "kind",
+    [nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d],
+    ids=lambda kind: kind.__name__,
+)
+def test_reset_parameters_initializes_the_update_as_well(kind, variant):
+    kernel = {"kernel_size": 3} if hasattr(kind, "_conv_forward") else {}
+    model = nn.Sequential(kind(6, 5, **kernel))
+    lora.add_lora(model, ["0"], r=2, variant=variant)
+    change(model)
+    model[0].reset_parameters()
+    torch.testing.assert_close(lora.merge(copy.deepcopy(model))[0].weight, model[0].weight)
+
+
 # ---- copies and files ----
 
 
