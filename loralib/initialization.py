@@ -130,13 +130,16 @@ def orthogonal(A: Tensor, B: Tensor) -> None:
     the span of one half, and the rows of B in the span of the other. The matrix is computed in
     float32 or wider.
     """
-    rows_A, rows_B = A.flatten(1), B.flatten(1)
+    # Not views: of a convolution's A in channels_last, there is none.
+    rows_A, rows_B = (factor.flatten(1).clone() for factor in (A, B))
     rank, wide = rows_B.shape[1], torch.promote_types(A.dtype, torch.float32)
     for pair_A, pair_B in zip(rows_A.split(rank), rows_B.chunk(len(rows_A) // rank), strict=True):
         basis = rows_A.new_empty(rank, rank, dtype=wide)
         basis.copy_(nn.init.orthogonal_(basis if _can_decompose(basis) else basis.cpu()))
         for factor, half in ((pair_A.t(), basis[0::2]), (pair_B, basis[1::2])):
             factor.copy_(0.1 * half.new_empty(len(factor), len(half)).normal_() @ half)
+    A.copy_(rows_A.view(A.shape))
+    B.copy_(rows_B.view(B.shape))
 
 
 def _can_decompose(matrix: Tensor) -> bool:

@@ -132,6 +132,18 @@ def test_orthogonal_factors_have_a_product_of_zero():
         assert torch.linalg.matrix_rank(B) == 2
 
 
+def test_orthogonal_factors_in_channels_last_have_a_product_of_zero():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3))
+    lora.add_lora(model, ["0"], r=2, initialization="orthogonal")
+    (layer,) = model.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        layer.lora_B.fill_(1)
+    layer.reset_lora_parameters()
+    product = layer.lora_B.flatten(1) @ layer.lora_A.flatten(1)
+    torch.testing.assert_close(product, torch.zeros(6, 36))
+    assert torch.linalg.matrix_rank(layer.lora_B.flatten(1)) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_orthogonal_factors_are_exact_in_their_dtype(dtype):
     layer = lora.Linear(12, 8, r=4, initialization="orthogonal", dtype=dtype)
