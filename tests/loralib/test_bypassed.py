@@ -232,6 +232,7 @@ class ConvertsToItsType(CallsUnseen):
 class AsksAboutItsWeight(CallsUnseen):
     def forward(self, x: Tensor) -> Tensor:
         assert self.proj.weight is not None
+        assert self.other.weight is not self.proj.weight
         assert len(self.proj.weight) == self.proj.weight.stride(0)
         zeros = torch.zeros_like(self.proj.weight)[0]
         return self.other(self.run(x.to(self.proj.weight) + zeros))
@@ -345,6 +346,29 @@ class ReadsAttentionByFunction(ReadsAttention):
         return out.transpose(0, 1)
 
 
+class SeparateWeights(ReadsAttention):
+    """Its keys and values have other widths, so its attention has a weight for each projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1, kdim=3, vdim=2)
+
+
+class ReadsQueries(SeparateWeights):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.attention.q_proj_weight)
+
+
+class ReadsKeys(SeparateWeights):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[..., :3], self.attention.k_proj_weight)
+
+
+class ReadsValues(SeparateWeights):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[..., :2], self.attention.v_proj_weight)
+
+
 class CallsAttention(ReadsAttention):
     def forward(self, x: Tensor) -> Tensor:
         penalty = self.attention.in_proj_weight.abs().sum()
@@ -367,6 +391,14 @@ def test_an_attention_s_projections_can_be_read_as_well(kind: type[nn.Module], r
     assert read == [name for name, layer in layers.items() if layer.lora_B.grad is None]
     assert len(said) == bool(read)
     assert all(f"reads the weight of {', '.join(read)} directly" in line for line in said)
+
+
+@pytest.mark.parametrize("kind", [ReadsQueries, ReadsKeys, ReadsValues])
+def test_each_of_an_attention_s_separate_weights_can_be_read(kind: type[nn.Module], caplog):
+    model: Any = kind()
+    assert warnings_of(model, caplog, "attention")
+    model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
+    assert all(layer.lora_B.grad is None for layer in lora_layers(model).values())
 
 
 # ---- embeddings that are called, and read as well ----
@@ -422,6 +454,19 @@ class Transposed:
         return F.linear(x, self.layer.weight)
 
 
+class TiedByASecondFunction(TiedByAFunction):
+    """A function before it reads another weight by the same name, `self`, and it has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = types.SimpleNamespace(factor=2)
+        self.scores = lambda x: x @ self.proj.weight
+        self.scale = lambda x: options.factor * x @ self.words.weight.t()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scale(self.proj(self.words(ids)))
+
+
 class TiedByAnObject(TiedByAFunction):
     def __init__(self) -> None:
         super().__init__()
@@ -453,8 +498,8 @@ class UntiedByAnObject(Untied):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Tied, TiedInAMethod, HandsOnItsWeight, TiedByAFunction, TiedByAnObject),
-        *(Untied, UntiedByAnObject),
+        *(Tied, TiedInAMethod, HandsOnItsWeight, TiedByAFunction, TiedByASecondFunction),
+        *(TiedByAnObject, Untied, UntiedByAnObject),
     ],
 )
 def test_it_is_said_where_merging_an_embedding_changes_outputs(kind: type[nn.Module], caplog):
@@ -467,6 +512,18 @@ def test_it_is_said_where_merging_an_embedding_changes_outputs(kind: type[nn.Mod
     adapted = model(ids)
     is_other = not torch.allclose(lora.merge(model)(ids), adapted, atol=1e-4)
     assert is_other == bool(said) == (not issubclass(kind, Untied))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (TiedByAFunction, "TiedByAFunction.__init__.<locals>.<lambda>"),
+        (TiedByAnObject, "Transposed"),
+    ],
+)
+def test_a_function_or_an_object_that_reads_an_embedding_is_named(kind, name, caplog):
+    (said,) = warnings_of(kind(), caplog, "words", "unless merged")
+    assert said.startswith(f"the source of {name} also reads the weight of words directly")
 
 
 def test_a_model_with_a_function_is_not_kept_alive():
@@ -495,6 +552,11 @@ def test_functions_and_objects_of_any_kind_are_only_looked_at(caplog):
     model, strange = Untied(), Strange()
     values = [strange, Strange, torch.relu, functools.partial(torch.relu), model.forward]
     values += [lambda x: x @ strange.inner.words.weight.t(), lambda x: x @ late.words.weight.t()]
+    values += [F.relu, lambda x: model(x)]  # without variables; uses one as a whole
+    of_dict = {
+        "the line of this is not Python by itself": lambda x: x @ model.words.weight.t(),
+    }
+    values += of_dict.values()
     for number, value in enumerate(values):
         setattr(model, f"value_{number}", value)
     lora.add_lora(model, ["words", "proj"], r=2)
@@ -628,6 +690,9 @@ def test_a_forward_that_was_set_is_read_instead_of_the_class_s(caplog, monkeypat
     model.forward = types.MethodType(Net.forward, model)  # type: ignore[method-assign]
     assert not warnings_of(model, caplog)
     assert warnings_of(Reads(), caplog)
+    around = nn.Sequential(Reads())
+    around.forward = lambda x: around[0](x)  # type: ignore[method-assign]
+    assert warnings_of(around, caplog)
     monkeypatch.setattr(Reads, "forward", Net.forward)
     assert not warnings_of(Reads(), caplog)
 
