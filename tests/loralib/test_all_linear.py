@@ -89,6 +89,7 @@ def with_experts(count):
         (4, {"targets": "q"}, False),
         (4, {"exclude": "experts.up"}, False),
         (4, {"exclude": "experts"}, False),
+        (4, {"exclude": "up_lora"}, False),
         (4, {"targets": ["all-linear", "experts.up"]}, False),
         (1, {}, False),
     ],
@@ -325,10 +326,10 @@ class OwnLinear(nn.Module):
 class PackedLinear(nn.Module):
     """Has its weight in a buffer, as quantized layers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_bias: bool = True) -> None:
         super().__init__()
         self.register_buffer("packed", torch.ones(4, 2, dtype=torch.uint8))
-        self.bias = nn.Parameter(torch.ones(4))
+        self.bias = nn.Parameter(torch.ones(4)) if has_bias else None
 
 
 class AroundLinear(nn.Module):
@@ -395,6 +396,19 @@ def test_linear_layers_of_other_classes_in_a_model_without_layers(caplog):
     lora.remove_lora(model)
     lora.add_lora(model, "all-linear", r=2, exclude=["head", "other_name"])
     assert not caplog.records
+
+
+def test_modules_without_weights_of_their_own_are_not_said_to_be_left_out(caplog):
+    """Nor those around a linear layer, even if that is excluded, or outside of numbered layers."""
+    kinds = {name: type(name, (nn.Module,), {}) for name in ("EmptyLinear", "BlockLinear")}
+    block = kinds["BlockLinear"]()
+    block.packed = PackedLinear(has_bias=False)
+    parts = {"a": nn.Linear(4, 4), "b": AroundLinear(), "c": kinds["EmptyLinear"](), "d": block}
+    layers = nn.ModuleList([nn.ModuleDict(parts)])
+    model = nn.ModuleDict({"layers": layers, "own": OwnLinear(), "head": nn.Linear(4, 4)})
+    assert lora.add_lora(model, "all-linear", r=2, exclude="inner") == ("layers.0.a",)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("'all-linear' leaves out layers.0.d.packed, of classes without a LoRA")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.(script|trace):DeprecationWarning")

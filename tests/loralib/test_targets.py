@@ -156,6 +156,8 @@ def test_a_dict_without_values_is_accepted_as_a_list(model, several):
             r"treats module 1, the model's only",
         ),
         (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
+        (nn.Sequential(nn.ReLU()), "relu", r"'relu' matches no module of the model; it has 0$"),
+        (nn.MultiheadAttention(4, 1), "all-linear", r"treats out_proj, the model's only linear"),
     ],
 )
 def test_models_with_only_one_layer_or_none_are_refused(model, target, message):
@@ -175,6 +177,9 @@ def test_which_layer_is_taken_for_the_head():
 def test_names_that_end_in_a_number_are_suggested_but_not_bare_numbers(model):
     with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, c_attn, up, "):
         find(model, "linaer1")
+    numbered = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"up": nn.Linear(2, 2)}))
+    with pytest.raises(ValueError, match=r"it has up; 'all-linear' takes"):
+        find(numbered, "zzz")
 
 
 def test_the_likeliest_names_are_suggested_first():
@@ -241,6 +246,8 @@ def test_exclusions_by_the_names_of_stacks_lora_layers_are_checked_too():
         ValueError, match=r"' matches none of the targets, only a module around 0\.experts\.d"
     ):
         check_exclusions(model, [re.compile(r"0\.experts")], meant)
+    with pytest.raises(ValueError, match=r"only a module around 0\.down_proj: use '0\.\*'$"):
+        check_exclusions(model, ["0"], meant)
 
 
 def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_suggested():

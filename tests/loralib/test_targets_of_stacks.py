@@ -71,7 +71,7 @@ def test_a_stack_may_be_named_like_the_lora_layer_of_another_stack():
         owner["owner"].stack_lora = nn.Parameter(torch.randn(2, 4, 4))
         return owner
 
-    for names in (["stack_lora"], ["owner.stack_lora"], ["stack_lora_lora"]):
+    for names in (["stack_lora"], ["owner.stack_lora"], ["stack_lora_lora"], ["own*.stack_lora"]):
         assert lora.add_lora(build(), names, r=R) == ("owner.stack_lora_lora",)
     with pytest.raises(UnsupportedLayerError, match=r"^owner\.stack belongs to .* 'stack_lora'"):
         lora.add_lora(build(), ["stack", "stack_lora"], r=R)
