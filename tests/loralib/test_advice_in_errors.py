@@ -210,9 +210,10 @@ def test_a_head_that_is_adapted_or_not_known_as_one_is_not_warned_of(caplog, kin
     assert not warnings_of_heads(caplog)
 
 
-def test_a_frozen_head_within_a_wrapper_is_warned_of_if_its_model_is_adapted(caplog):
-    student, teacher = WordsForSequenceClassification(), WordsForImageClassification()
-    model = nn.ModuleDict({"student": student, "teacher": teacher})
+@pytest.mark.parametrize("names", [("student", "teacher"), ("teacher", "student")])
+def test_a_frozen_head_within_a_wrapper_is_warned_of_if_its_model_is_adapted(caplog, names):
+    models = {"student": WordsForSequenceClassification(), "teacher": WordsForImageClassification()}
+    model = nn.ModuleDict({name: models[name] for name in names})
     lora.add_lora(model, "student.words.up", r=2)
     (message,) = warnings_of_heads(caplog)
     assert message.startswith("the head of the WordsForSequenceClassification stays frozen")
@@ -238,6 +239,7 @@ def nested():
     [
         ("0", ("0", "1.0"), True),
         (["0", re.compile("0")], ("0", "1.0"), True),
+        ([re.compile("0"), "0"], ("0", "1.0"), True),
         (re.compile("0"), ("0",), False),
         (["0", "1.*"], None, None),
         (["0", "*.0"], ("0", "1.0"), False),

@@ -270,6 +270,12 @@ def test_the_names_of_many_stacks_are_compared_with_the_modules_once():
     assert shortest_targets(stacks, others[:2], least=2) == dict.fromkeys(stacks, "'experts.up'")
 
 
+def test_no_warning_about_stacks_with_as_many_weights_as_all_that_is_adapted(caplog):
+    block = nn.ModuleDict({"q": nn.Linear(8, 16), "experts": Experts(2)})
+    lora.add_lora(nn.ModuleDict({"layers": nn.ModuleList([block])}), "all-linear", r=2)
+    assert not caplog.records
+
+
 def test_no_warning_about_convolutions_and_stacks_of_one_matrix(caplog):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])})
     model["conv"], model["experts"] = nn.Conv1d(8, 64, 9), Experts(1)

@@ -265,6 +265,13 @@ def test_add_lora_warns_where_random_initializations_do_nothing(settings, caplog
     assert model[0].lora_A.any()
 
 
+def test_no_warning_about_initializations_that_cannot_be_done_yet(caplog):
+    """A and B get their values with their memory."""
+    with built_as_in_transformers("quantizer"), torch.device("meta"):
+        lora.add_lora(nn.Sequential(nn.Linear(6, 6)), ["0"], r=2)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("version", ["4.40", "quantizer", "mode"])
 @torch.no_grad()
 def test_dora_in_uninitialized_memory_that_happens_to_be_zero(version):
