@@ -408,13 +408,13 @@ def test_modules_without_weights_of_their_own_are_not_said_to_be_left_out(caplog
     """Nor those around a linear layer, even if that is excluded, or outside of numbered layers."""
     kinds = {name: type(name, (nn.Module,), {}) for name in ("EmptyLinear", "BlockLinear")}
     block = kinds["BlockLinear"]()
-    block.packed = PackedLinear(has_bias=False)
+    block.packed, block.own = PackedLinear(has_bias=False), OwnLinear()
     parts = {"a": nn.Linear(4, 4), "b": AroundLinear(), "c": kinds["EmptyLinear"](), "d": block}
     layers = nn.ModuleList([nn.ModuleDict(parts)])
     model = nn.ModuleDict({"layers": layers, "own": OwnLinear(), "head": nn.Linear(4, 4)})
     assert lora.add_lora(model, "all-linear", r=2, exclude="inner") == ("layers.0.a",)
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("'all-linear' leaves out layers.0.d.packed, of classes without a LoRA")
+    assert said.startswith("'all-linear' leaves out layers.0.d.packed, layers.0.d.own, of")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.(script|trace):DeprecationWarning")
