@@ -41,6 +41,8 @@ _ABOUT = {
 _AS = {"to", "type_as", "len", "empty_like", "full_like", "ones_like", "zeros_like"}
 _AS |= {"rand_like", "randn_like"}
 
+_ANY = "*"  # in a chain: an index, which may be of any of a container's modules
+
 _IS = (ast.Is, ast.IsNot)  # `self.words.weight is None` computes nothing either
 
 
@@ -64,7 +66,8 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Returns the layers and stacks with whose weights a module computes without calling them.
 
     That module contains the layer, or the module that owns the stack. Weights that a class reads
-    in another way than as `self.name.weight`, or without its source, are not found.
+    in another way than as `self.name.weight` or `self.names[i].weight`, or without its source, are
+    not found.
 
     Args:
         model: the model.
@@ -208,10 +211,11 @@ def _reads(
             if has_own_forward(modules[".".join(parts[:at])]):
                 continue
             chains, part = used[id(kind)], tuple(parts[at:])
-            of_weight = {(*part, weight) for weight in weights}
-            reads = [chain for chain in chains if chain[: len(part) + 1] in of_weight]
+            of_weight = [(*part, weight) for weight in weights]
+            near = [chain for chain in chains if chain[0] == part[0]]
+            reads = [c for c in near if any(_begins_with(c, each) for each in of_weight)]
             if any(not {*chain[len(part) + 1 :][:1]} & _ABOUT for chain in reads):
-                others = (chain for chain in chains if chain not in reads)
+                others = (chain for chain in near if chain not in reads)
                 may_call = any(_may_call(chain, part, kinds[at + 1 :]) for chain in others)
                 yield _Read(name, kind.__qualname__, at, may_call or is_elsewhere)
 
@@ -224,8 +228,10 @@ def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:
         part: the submodule's path: the names of the modules on the way to it, and its own.
         kinds: the classes of these modules.
     """
+    # A number is the place of a module, whose name may be another.
+    chain = tuple(_ANY if name.isdigit() else name for name in chain)
     for length, kind in enumerate(kinds, 1):
-        if chain[:length] != part[:length]:
+        if not _begins_with(chain, part[:length]):
             return False
         if length == len(chain):
             return True
@@ -286,8 +292,10 @@ def _chains_from(function: FunctionType, own: tuple[str, ...]) -> list[_Chain] |
             asked.update(node.args)
         if isinstance(node, ast.Compare) and all(isinstance(op, _IS) for op in node.ops):
             asked.update((node.left, *node.comparators))
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute | ast.Subscript):
             begin, chain = _chain(node)
+            if not chain:  # `self[0]` may be anything
+                continue
             begins.discard(begin)
             if node not in inner and isinstance(begin, ast.Name) and begin.id in own:
                 chains.append((*chain, "dtype") if node in asked else chain)
@@ -301,9 +309,31 @@ def _called(call: ast.Call) -> str | None:
 
 
 def _chain(node: ast.expr) -> tuple[ast.expr, _Chain]:
-    """Returns the expression that a chain of attributes starts from, and the attributes' names."""
+    """Returns the expression that a chain of attributes starts from, and the attributes' names.
+
+    An index is part of the chain: ("layers", "0", "weight") for `self.layers[0].weight`, and _ANY
+    in place of "0" if it is computed. A slice ends the chain, as it has several modules.
+    """
     names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node.value, ast.Name):
+            break
+        elif isinstance(node.slice, ast.Slice):
+            names.clear()
+        else:
+            index = node.slice
+            names.append(str(index.value) if isinstance(index, ast.Constant) else _ANY)
         node = node.value
     return node, tuple(names[::-1])
+
+
+def _begins_with(chain: _Chain, path: _Chain) -> bool:
+    """Returns whether a chain begins with the names of this path, of which _ANY may be each."""
+    begin = chain[: len(path)]
+    return len(begin) == len(path) and all(map(_is_name, begin, path))
+
+
+def _is_name(used: str, name: str) -> bool:
+    return used in (name, _ANY)

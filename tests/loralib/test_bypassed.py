@@ -5,6 +5,7 @@ import gc
 import logging
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,66 @@ class ReadsInAFunction(Net):
     forward = forward_that_reads
 
 
+class Listed(nn.Module):
+    """Holds its layers in a list, and calls them by their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"proj": nn.Linear(4, 4)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.layers)):
+            x = self.layers[i]["proj"](x)
+        return x
+
+
+class ReadsByIndex(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.layers)):
+            x = x @ self.layers[i]["proj"].weight[:, :].t()
+        return x
+
+
+class ReadsByNumber(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.layers[0].proj.weight), self.layers[-1]["proj"].weight)
+
+
 # ---- models that call it, or may call it ----
+
+
+class CallsByIndex(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = self.layers[0]["proj"].weight.abs().sum()
+        for i in range(len(self.layers)):
+            x = self.layers[i]["proj"](x)
+        return x + penalty
+
+
+class CallsByNumber(nn.Module):
+    """Reads its layer by name, and calls it by its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(OrderedDict(proj=nn.Linear(4, 4), act=nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) + self.layers.proj.weight.abs().sum()
+
+
+class CallsOfASlice(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer["proj"](x) + self.layers[0]["proj"].weight.sum()
+        return x
+
+
+class CallsByItem(Listed):
+    def __getitem__(self, i: int) -> nn.Module:
+        return self.layers[i]["proj"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x)) + self.layers[0]["proj"].weight.sum()
 
 
 class CallsAndReads(Net):
@@ -144,11 +204,12 @@ class SharesIt(nn.Module):
 
 NEVER_CALLED = [
     *(Reads, ReadsAView, ReadsDtypeToo, ReadsInAnotherMethod, ReadsDecorated, Inherits),
-    ReadsInAFunction,
+    *(ReadsInAFunction, ReadsByIndex, ReadsByNumber),
 ]
 CALLED = [
     *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
     *(CallsByProperty, CallsChildren, SharesIt),
+    *(Listed, CallsByIndex, CallsByNumber, CallsOfASlice, CallsByItem),
 ]
 
 
@@ -171,7 +232,8 @@ def test_it_warns_exactly_where_an_update_gets_no_gradient(kind: type[nn.Module]
     warnings = warnings_of(model, caplog)
     model(torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert bool(warnings) == (kind in NEVER_CALLED)
-    assert bool(warnings) == (model.proj.lora_B.grad is None)
+    without = [layer.lora_B.grad is None for layer in lora_layers(model).values()]
+    assert without == [bool(warnings)] * len(without)
     assert not warnings_of(kind(), caplog, what="unless merged")  # only said of embeddings
 
 
@@ -524,6 +586,25 @@ def test_it_is_said_where_merging_an_embedding_changes_outputs(kind: type[nn.Mod
 def test_a_function_or_an_object_that_reads_an_embedding_is_named(kind, name, caplog):
     (said,) = warnings_of(kind(), caplog, "words", "unless merged")
     assert said.startswith(f"the source of {name} also reads the weight of words directly")
+
+
+class TiedByIndex(nn.Module):
+    """Its output layer is the second of its embeddings, all of which it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ModuleList(nn.Embedding(6, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = sum(self.words[i](ids) for i in range(3))
+        return F.linear(rows, self.words[1].weight)
+
+
+def test_of_several_embeddings_the_one_that_is_read_is_named(caplog):
+    (said,) = warnings_of(TiedByIndex(), caplog, "words.*", "which lacks the update unless merged")
+    assert "TiedByIndex also reads the weight of words.1 directly" in said
+    assert "words.0" not in said
+    assert "words.2" not in said
 
 
 def test_a_model_with_a_function_is_not_kept_alive():
