@@ -246,7 +246,7 @@ def find(
             linear = all_linear(model)
             found = set(linear) - left_out
             if not found:
-                raise ValueError(_no_linear_layer(linear, guessed_head(model)))
+                raise ValueError(_no_linear_layer(model, linear, guessed_head(model)))
         else:
             named = _named(model, names, target)
             found = named - left_out
@@ -641,18 +641,26 @@ def _is_expression(target: str, names: Iterable[str]) -> bool:
         return False
 
 
-def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
+def _no_linear_layer(model: nn.Module, linear: Collection[str], head: str | None) -> str:
     """Returns an error's message: "all-linear" means nothing.
 
     Args:
+        model: the model.
         linear: the layers that it would mean, if they were not left out.
         head: the layer that it takes for the head, see `guessed_head`.
     """
     if linear:
         return f"'{ALL_LINEAR}' means only modules that are left out, such as {min(linear)}"
-    if head is None:
-        return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
-    return (
-        f"'{ALL_LINEAR}' treats {module_label(head)}, the model's only linear layer, as the head "
-        "and leaves it out: to adapt it, name it"
-    )
+    if head is not None:
+        return (
+            f"'{ALL_LINEAR}' treats {module_label(head)}, the model's only linear layer, as the "
+            "head and leaves it out: to adapt it, name it"
+        )
+    if foreign := foreign_linear(model, (), None):
+        kind = type(model.get_submodule(foreign[0]))
+        return (
+            f"'{ALL_LINEAR}' finds only linear layers of classes without a LoRA layer, such as "
+            f"{module_label(foreign[0])} ({kind.__module__}.{kind.__qualname__}): name other "
+            "layers, or make these of nn.Linear"
+        )
+    return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"

@@ -146,6 +146,17 @@ def test_a_dict_without_values_is_accepted_as_a_list(model, several):
     assert found == find(model, ["q_proj", "up"], exclude=several)
 
 
+class OwnLinear(nn.Module):
+    """A linear layer that a library has written from scratch, as PyTorch Geometric has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
 @pytest.mark.parametrize(
     ("model", "target", "message"),
     [
@@ -158,6 +169,11 @@ def test_a_dict_without_values_is_accepted_as_a_list(model, several):
         (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
         (nn.Sequential(nn.ReLU()), "relu", r"'relu' matches no module of the model; it has 0$"),
         (nn.MultiheadAttention(4, 1), "all-linear", r"treats out_proj, the model's only linear"),
+        (
+            nn.Sequential(OwnLinear(), OwnLinear()),
+            "all-linear",
+            r"finds only linear layers of .* such as module 0 \(\S*test_targets.OwnLinear\): name",
+        ),
     ],
 )
 def test_models_with_only_one_layer_or_none_are_refused(model, target, message):
