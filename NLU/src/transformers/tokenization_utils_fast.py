@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import tokenizers
@@ -30,17 +30,24 @@ _ENCODING_NAMES = {
 
 # Held during a call of a backend: for the call's time, the backend has its truncation, which
 # another thread's call would change. One lock for all, because tokenizers may share a backend.
-_one_thread = Lock()
+# A thread may take it again, as in a signal handler that calls a tokenizer.
+_one_thread = RLock()
 
 
 def _unlock() -> None:
-    """Makes a new lock in a forked process, which has no thread that would release the old one."""
+    """Makes a new lock in a forked process."""
     global _one_thread
-    _one_thread = Lock()
+    _one_thread = RLock()
 
 
+# A process is forked between calls, not during one: the copy of a backend in the middle of a call
+# would wait forever for a thread that the new process lacks, or cut texts as that call did.
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_unlock)
+    os.register_at_fork(
+        before=lambda: _one_thread.acquire(),
+        after_in_parent=lambda: _one_thread.release(),
+        after_in_child=_unlock,
+    )
 
 
 class TokenizersBackend(PreTrainedTokenizerBase):

@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
+import time
 import warnings
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -44,12 +45,44 @@ def test_another_thread_s_call_does_not_change_how_texts_are_cut(tokenizer, limi
     assert found == [others]
 
 
+class Slow:
+    """A backend that says when its first call has begun, and takes its time."""
+
+    def __init__(self, backend):
+        self.backend, self.has_begun = backend, Event()
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def encode_batch(self, *inputs, **settings):
+        """The backend's encodings."""
+        if not self.has_begun.is_set():
+            self.has_begun.set()
+            time.sleep(0.2)
+        return self.backend.encode_batch(*inputs, **settings)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have(tokenizer):
-    with tokenization_utils_fast._one_thread, warnings.catch_warnings():
+def test_a_forked_process_cuts_texts_as_its_own_calls_say(tokenizer):
+    expected = tokenizer("a b c a b c")["input_ids"]
+    tokenizer._tokenizer = slow = Slow(tokenizer._tokenizer)
+    call = Thread(target=tokenizer, args=["a b c"], kwargs={"truncation": True, "max_length": 4})
+    call.start()
+    slow.has_begun.wait()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            os._exit(0 if tokenizer("a")["input_ids"] else 1)
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if tokenizer("a b c a b c")["input_ids"] == expected else 1)
+    call.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_call_within_a_call_of_the_same_thread_does_not_wait(tokenizer):
+    """As in a signal handler."""
+    lock = tokenization_utils_fast._one_thread
+    with lock:
+        assert lock.acquire(blocking=False)
+        lock.release()
+        assert tokenizer("a")["input_ids"]
