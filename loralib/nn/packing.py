@@ -103,7 +103,7 @@ class PackedRows:
         Raises:
             ValueError: a row has no token.
         """
-        if min(lengths) < 1:
+        if min(lengths, default=1) < 1:
             raise ValueError(f"row {lengths.index(min(lengths))} of the batch has no token")
         columns = torch.arange(max(lengths) if length is None else length, device="cpu")
         return cls(columns < torch.tensor(lengths, device="cpu")[:, None])

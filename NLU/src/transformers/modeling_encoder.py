@@ -457,8 +457,6 @@ def _check_batch(name: str, given: Any, axes: tuple[str, ...]) -> None:
     if given.dim() != len(axes):
         hint = ": for a single row, pass row.unsqueeze(0)" if given.dim() < len(axes) else ""
         raise ValueError(f"{name} is {tuple(given.shape)}, not ({', '.join(axes)}){hint}")
-    if not is_recorded() and len(given) == 0:
-        raise ValueError(f"{name} is {tuple(given.shape)}: the batch has no rows")
 
 
 def _explain(
