@@ -103,8 +103,8 @@ def is_less_better(name: str) -> bool:
 
     scikit-learn's ``neg_…`` scores, such as ``neg_mean_squared_error``, are better if greater.
     """
-    name = name.removeprefix("eval_")
-    return not name.startswith("neg_") and name.split("_")[-1] in _LESS_IS_BETTER
+    name = name.lower()
+    return name.endswith(_LESS_IS_BETTER) and not {"neg", "negative"} & {*name.split("_")}
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
