@@ -5,6 +5,7 @@ import re
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from small_trainers import Line, make_line_trainer, make_points
@@ -30,6 +31,12 @@ def test_arrays_and_tensors_in_metrics_are_saved_with_a_checkpoint(tmp_path):
     record = next(record for record in state["log_history"] if "eval_one" in record)
     found = [record[f"eval_{name}"] for name in ("each", "one", "by")]
     assert found == [[0.5, 1.0], 2, {"name": 3.0}]
+
+
+def test_metrics_may_be_a_series_and_have_rows_of_several_lengths(tmp_path):
+    metrics = pd.Series({"rows": np.array([[1], [1, 2]], dtype=object), "one": np.eye(1)})
+    found = make_line_trainer(tmp_path, compute_metrics=lambda _: metrics).evaluate()
+    assert (found["eval_rows"], found["eval_one"]) == ([[1], [1, 2]], 1.0)
 
 
 def test_metrics_that_are_not_a_dict_are_an_error(tmp_path):
@@ -97,6 +104,13 @@ def test_a_dict_of_sets_is_an_error(tmp_path):
     for name, shown in (("train_dataset", "train_dataset"), ("eval_dataset", "the set to evalua")):
         with pytest.raises(ValueError, match=f"{shown}.* is a dict of sets, 'train'"):
             make_line_trainer(tmp_path, **{name: splits})
+
+
+def test_examples_may_be_in_a_dict_by_their_number_and_be_a_series(tmp_path):
+    points = dict(enumerate(map(pd.Series, make_points(4))))
+    trainer = make_line_trainer(tmp_path, train_dataset=points, eval_dataset=points)
+    assert trainer.train().global_step == 2
+    assert "eval_loss" in trainer.evaluate()
 
 
 def test_examples_that_are_tuples_are_an_error(tmp_path):

@@ -79,8 +79,8 @@ def check_evaluation_set(dataset: Any) -> None:
 
 
 def _check_one_set(name: str, dataset: Any) -> None:
-    """Refuses a dict of sets, such as a `DatasetDict` with its splits."""
-    if isinstance(dataset, Mapping):
+    """Refuses a dict of sets, such as a `DatasetDict`, but not one of examples by their number."""
+    if isinstance(dataset, Mapping) and any(not isinstance(key, int) for key in dataset):
         raise ValueError(
             f"{name} is a dict of sets, {quoted(map(str, dataset))}: give one of them (evaluate "
             "takes others, one at a call)"

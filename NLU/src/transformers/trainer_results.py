@@ -214,7 +214,7 @@ def plain_metrics(metrics: Any) -> dict[str, Any]:
     Raises:
         TrainingError: `metrics` is not a dict, such as None from a function without ``return``.
     """
-    if not isinstance(metrics, Mapping):
+    if not hasattr(metrics, "items"):  # a pandas Series has them too
         raise TrainingError(
             "compute_metrics has to return a dict with the metrics by name, but it returned "
             f"{'None' if metrics is None else type(metrics).__name__}"
@@ -224,8 +224,7 @@ def plain_metrics(metrics: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray | Tensor):
-        numbers = np.asarray(value.tolist())
-        return numbers.item() if numbers.size == 1 else numbers.tolist()
+        return value.item() if math.prod(value.shape) == 1 else value.tolist()
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if type(value) in (list, tuple):

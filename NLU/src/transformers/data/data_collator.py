@@ -369,7 +369,7 @@ def _as_dict(row: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(row):
         fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
         return {name: value for name, value in fields.items() if value is not None}
-    if not isinstance(row, Mapping):
+    if not hasattr(row, "keys"):  # a pandas Series has them too
         raise TypeError(
             f"an example is a {type(row).__name__}, not a dict with the model's arguments by name: "
             "make it one, or give the Trainer a data_collator that makes batches of them"
