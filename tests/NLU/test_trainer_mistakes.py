@@ -85,6 +85,32 @@ def test_a_set_of_which_only_labels_would_be_left_is_an_error(tmp_path, model, c
         trainer.train()
 
 
+class Itself(AnyArguments):
+    """Learns its inputs, which are its labels as well."""
+
+    def forward(self, x):
+        """The line's loss and outputs."""
+        return self.line(x, x)
+
+
+class Labels(Itself):
+    """The same for inputs of another name."""
+
+    def forward(self, labels):
+        """The line's loss and outputs."""
+        return super().forward(labels)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Itself, "x"), (Labels, "labels")])
+def test_labels_may_be_the_only_column_that_is_used(tmp_path, model, name):
+    rows = datasets.Dataset.from_dict({name: [1.0] * 4, "id": [1] * 4})
+    trainer = make_line_trainer(
+        tmp_path, model=model(), train_dataset=rows, eval_dataset=rows, label_names=[name]
+    )
+    assert trainer.train().global_step == 2
+    assert "eval_loss" in trainer.evaluate()
+
+
 def test_all_columns_are_kept_on_request(tmp_path):
     rows = datasets.Dataset.from_list(make_points(4))
     settings = {"model": AnyArguments(), "remove_unused_columns": False}

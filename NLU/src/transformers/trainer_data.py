@@ -322,18 +322,24 @@ def is_iterable_only(dataset: Any) -> bool:
     )
 
 
+_LABELS = {"label", "label_ids", "labels", "start_positions", "end_positions"}
+
+
 def used_columns(dataset: Dataset, model: nn.Module, label_names: Iterable[str]) -> Dataset:
     """Drops the columns that a model's forward does not take, if the set is from `datasets`.
 
     Raises:
-        ValueError: none is left but labels, as with a transform or a collator that makes the
-            model's arguments of other columns, or if forward takes only ``**kwargs``.
+        ValueError: none is left but labels by their usual names, and forward takes others: as with
+            a transform or a collator that makes the model's arguments of other columns, or if
+            forward takes only ``**kwargs``.
     """
     if not hasattr(dataset, "remove_columns") or dataset.column_names is None:
         return dataset
-    taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", *label_names}
+    parameters = inspect.signature(model.forward).parameters
+    taken = {*parameters, "label", "label_ids", *label_names}
     dropped = [name for name in dataset.column_names if name not in taken]
-    if dropped and not {*dataset.column_names} - {*dropped, "label", "label_ids", *label_names}:
+    # Not those of label_names: an autoencoder's may be its inputs.
+    if dropped and {*dataset.column_names} - {*dropped} <= _LABELS and not {*parameters} <= _LABELS:
         raise ValueError(
             f"{type(model).__name__}'s forward takes none of the columns {quoted(dropped)}, so "
             "nothing would be left: make its arguments of them before, or keep them with "
