@@ -163,7 +163,7 @@ def test_lengths_of_a_table_are_those_of_its_rows():
         [1, 2],
         [2, 1],
     )
-    with pytest.raises(KeyError, match="input_ids"):
+    with pytest.raises(ValueError, match="needs examples with 'input_ids'"):
         lengths_of([{"x": 1}])
 
 
