@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,28 @@ def launch(
     tree = "NLU" if forks else None
     how = {"tree": tree, "timeout": 240, "environment": environment}
     return run_launcher(launcher, *flags, *command, **how)
+
+
+def run_and_resume(
+    helper: Path, flags: Callable[[Path], list[str]], whole: Path, resumed: Path, **how: object
+) -> list[subprocess.CompletedProcess]:
+    """Runs run_glue.py under a helper, then again from the first epoch's checkpoint.
+
+    Args:
+        helper: a script that runs another.
+        flags: output folder -> run_glue.py's flags.
+        whole, resumed: the two output folders.
+        how: as for `launch`.
+    """
+    results = []
+    for out in (whole, resumed):
+        if out is resumed:
+            shutil.copytree(whole / "checkpoint-1", out / "checkpoint-1")
+        call = [helper, SCRIPT, *flags(out), "--save_strategy", "epoch"]
+        result = launch("torch.distributed.run", *call, **how)
+        assert result.returncode == 0, result.stderr
+        results.append(result)
+    return results
 
 
 def arguments(base: Path, glue: Path, out: Path, batch_size: int, *more: object) -> list[str]:
@@ -122,17 +145,15 @@ def test_two_processes_with_graphs_train_as_one_with_twice_the_batch(
     run_glue, base_without_dropout, tiny_glue, tmp_path
 ):
     """Gradients of several batches are averaged once, and those left over are resumed."""
-    more = ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"]
     given = partial(arguments, base_without_dropout, tiny_glue)
+    more = ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    for out in (whole, resumed):
-        if out is resumed:
-            shutil.copytree(whole / "checkpoint-1", out / "checkpoint-1")
-        call = given(out, 4, "--save_strategy", "epoch", *more)
-        result = launch("torch.distributed.run", HELPERS / "graphed_run.py", SCRIPT, *call)
-        assert result.returncode == 0, result.stderr
-        # Six batches, an evaluation and a checkpoint, then four: the fourth of each epoch is due.
-        assert f"replays: {10 if out is whole else 4}\n" in result.stderr
+    results = run_and_resume(
+        HELPERS / "graphed_run.py", lambda out: given(out, 4, *more), whole, resumed
+    )
+    # Six batches, an evaluation and a checkpoint, then four: the fourth of each epoch is due.
+    for result, count in zip(results, (10, 4), strict=True):
+        assert f"replays: {count}\n" in result.stderr
     run_glue.main(given(tmp_path / "one", 8, *more))
     assert_same_run(whole, tmp_path / "one", 1e-5)
     ended = [lora_of(out) for out in (whole, resumed)]
@@ -145,16 +166,18 @@ def test_two_processes_on_one_gpu_train_as_one_with_twice_the_batch(
     run_glue, base_without_dropout, tiny_glue, tmp_path, environment_with_gpus, how
 ):
     """On the GPU, a run is resumed bit-exactly, with gradients that no update has used yet."""
-    more = ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"]
     given = partial(arguments, base_without_dropout, tiny_glue)
+    more = ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"]
+    on_gpu = ["--use_deterministic_algorithms", *more, *how]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    for out in (whole, resumed):
-        if out is resumed:
-            shutil.copytree(whole / "checkpoint-1", out / "checkpoint-1")
-        call = given(out, 4, "--save_strategy", "epoch", "--use_deterministic_algorithms", *more)
-        command = ["torch.distributed.run", HELPERS / "on_one_gpu.py", SCRIPT, *call, *how]
-        result = launch(*command, forks=False, environment=environment_with_gpus)
-        assert result.returncode == 0, result.stderr
+    run_and_resume(
+        HELPERS / "on_one_gpu.py",
+        lambda out: given(out, 4, *on_gpu),
+        whole,
+        resumed,
+        forks=False,
+        environment=environment_with_gpus,
+    )
     run_glue.main(given(tmp_path / "one", 8, "--no_cuda", *more))
     assert_same_run(whole, tmp_path / "one", 1e-4)
     assert_same_bits(lora_of(whole), lora_of(resumed))

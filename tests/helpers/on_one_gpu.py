@@ -1,6 +1,6 @@
-"""Runs a script's processes on one GPU, which NCCL refuses: they communicate by gloo.
+"""Runs ``on_one_gpu.py SCRIPT ARGUMENTS…`` with all processes on one GPU.
 
-on_one_gpu.py SCRIPT ARGUMENTS…
+They communicate by gloo, because NCCL refuses to.
 """
 
 import os
@@ -21,7 +21,7 @@ def share_the_gpu() -> None:
 
 
 def main() -> None:
-    # The launcher inserts a flag of its own before the script.
+    # The launcher may insert --local_rank before the script. It is left out: all use the first GPU.
     start = next(i for i, word in enumerate(sys.argv) if i and word.endswith(".py"))
     script, arguments = sys.argv[start], sys.argv[start + 1 :]
     share_the_gpu()
