@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .nn import products
 from .nn.fast_paths import needs_public_operations
-from .tensor_kinds import is_sharded
+from .tensor_kinds import has_own_dispatch, is_sharded
 
 _Own = TypeVar("_Own", bound="Delta")
 _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
@@ -93,6 +93,10 @@ class Delta:
     def blocks(self) -> Iterator[Block]:
         """Yields the blocks in the order in which they are stacked."""
         width, rank = len(self.B) // len(self.starts), self.rank
+        if len(self.starts) == 1:  # no views, which take as long to make as to launch a product
+            (start,) = self.starts
+            yield Block(slice(start, start + width), slice(0, rank), self.A, self.B)
+            return
         for index, start in enumerate(self.starts):
             rows = slice(index * rank, (index + 1) * rank)
             B = self.B[index * width : (index + 1) * width]
@@ -105,13 +109,16 @@ class Delta:
     def linear(
         self, x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Computes the adapted linear layer, x Wᵀ + b + s · (x Aᵀ) Bᵀ. All tensors have one dtype.
+        """Computes the adapted linear layer, x Wᵀ + b + s · (x Aᵀ) Bᵀ, in x's dtype.
+
+        A and B may have another dtype. They are cast in the function that autograd records, because
+        recording casts by themselves costs a GPU's processor more than the products.
 
         Args:
             x: (rows, in).
             dropped: x after dropout, the input of A; None if that is x itself.
-            weight: (out, in), frozen or not.
-            bias: (out,), if there is one.
+            weight: (out, in), of x's dtype, frozen or not.
+            bias: (out,), of x's dtype, if there is one.
 
         Returns:
             (rows, out).
@@ -124,8 +131,9 @@ class Delta:
         is_whole = not is_public and len(self.starts) == 1 and len(self.B) == len(weight)
         # Slices of a sharded output may be copies.
         if is_public or (not is_whole and is_sharded(weight)):
-            z = F.linear(x if dropped is None else dropped, self.A)
-            return self.expanded(F.linear(x, weight, bias), z)
+            cast = self.to(x.dtype)
+            z = F.linear(x if dropped is None else dropped, cast.A)
+            return cast.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(
             x, dropped, weight, bias, self.A, self.B, self.scaling, self.starts, is_whole
         )
@@ -374,11 +382,11 @@ class _LowRankLinear(torch.autograd.Function):
         starts: tuple[int, ...],
         is_whole: bool,
     ) -> Tensor:
+        update = _scaled(A, B, scaling, starts, x.dtype)
         out = products.product(x, weight, bias)
-        z = products.small_product(x if dropped is None else dropped, A).mul_(scaling)
-        # z is already scaled, as the gradient of B needs it.
-        update = Delta(A, B, 1.0, starts)
-        if torch.compiler.is_compiling():
+        z = products.small_product(x if dropped is None else dropped, update.A)
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:
             # What PyTorch 2.11 compiles has no gradients if a function writes to its own output.
             out = _added(out, z, update, is_whole)
         else:
@@ -391,53 +399,82 @@ class _LowRankLinear(torch.autograd.Function):
             *(weight, A, B, z),
         )
         ctx.has_dropped = dropped is not None
-        ctx.scaling, ctx.starts = scaling, starts
+        ctx.scaling, ctx.starts, ctx.dtype = scaling, starts, x.dtype
+        ctx.update = None if is_compiling else update
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, weight, A, B, z = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        blocks = list(Delta(A, B, ctx.scaling, ctx.starts).blocks())
+        needs, is_recorded = ctx.needs_input_grad, torch.is_grad_enabled()
+        # Kept until here only, so that graphs which are held longer do not hold it.
+        update, ctx.update = ctx.update, None
+        if update is None or is_recorded:
+            update = _scaled(A, B, ctx.scaling, ctx.starts, ctx.dtype)
+        blocks = list(update.blocks())
         lora_input = dropped if ctx.has_dropped else x
         is_z_fixed = not (needs[4] or needs[1 if ctx.has_dropped else 0])
         # In a double backward, z has to depend on its inputs.
-        if needs[5] and torch.is_grad_enabled() and not is_z_fixed:
+        if needs[5] and is_recorded and not is_z_fixed:
             if lora_input is None:
                 raise RuntimeError(
                     "second derivatives cannot be computed while lora_A is frozen: train it as well"
                 )
-            z = F.linear(lora_input, A) * ctx.scaling
-        # On CPUs these products take half the time or less in the layouts chosen here.
+            z = F.linear(lora_input, update.A)
         grad_z = _joined(
             [
-                products.small_product(_columns(grad, block.columns), block.B.t().contiguous())
+                products.small_product(
+                    _columns(grad, block.columns), products.laid_out(block.B.t())
+                )
                 for block in blocks
             ],
             dim=1,
-        ).mul(ctx.scaling)
+        )
         grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
         if needs[0]:
             grad_x = products.product(grad, weight.t())
             if not ctx.has_dropped:
-                products.add_product(grad_x, grad_z, A, 1.0)
+                products.add_product(grad_x, grad_z, update.A, 1.0)
         if needs[1]:
-            grad_dropped = products.small_product(grad_z, A.t())
+            grad_dropped = products.small_product(grad_z, update.A.t())
         if needs[2]:
             grad_weight = products.gradient_of_weight(grad, x, not weight.is_contiguous())
         if needs[3]:
             grad_bias = grad.sum(0)
         if needs[4]:
-            grad_A = products.small_product(grad_z.t(), lora_input.t())
+            grad_A = products.gradient_of_factor(grad_z, lora_input, A.dtype)
+            grad_A = _times(grad_A, ctx.scaling)
         if needs[5]:
-            parts = (
-                products.small_product(
-                    _columns(z, block.rows).t(), _columns(grad, block.columns).t()
+            parts = [
+                products.gradient_of_factor(
+                    _columns(grad, block.columns), _columns(z, block.rows), B.dtype
                 )
                 for block in blocks
-            )
-            grad_B = _joined([part.t() for part in parts], dim=0)
+            ]
+            grad_B = _joined(parts, dim=0)
         return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None, None
+
+
+def _scaled(
+    A: Tensor, B: Tensor, scaling: float, starts: tuple[int, ...], dtype: torch.dtype
+) -> Delta:
+    """Returns an update in a dtype with s multiplied into A, so that z = x Aᵀ is already scaled.
+
+    The gradient of B needs it so, and A has far fewer elements than z.
+    """
+    is_cast = A.dtype is not dtype
+    is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if is_cast and not (is_recorded or is_sharded(A) or has_own_dispatch(A)):
+        # One operation: on a GPU, each takes longer to launch than to compute.
+        scaled = torch.mul(A, scaling, out=torch.empty_like(A, dtype=dtype))
+    else:
+        scaled = _times(A, scaling).to(dtype)
+    return Delta(scaled, B.to(dtype), 1.0, starts)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """Returns x · factor; x itself if that is 1. (In compiled graphs, factors may be dynamic.)"""
+    return x * factor if torch.compiler.is_compiling() or factor != 1 else x
 
 
 def _added(out: Tensor, z: Tensor, update: Delta, is_whole: bool) -> Tensor:

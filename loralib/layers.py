@@ -166,7 +166,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             return linear(x.to(dtype), weight, bias)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
-        out = self._delta(dtype).linear(
+        out = self._delta().linear(
             rows,
             None if dropped is rows else dropped,
             self._as_matrix(self.weight).to(dtype),

@@ -267,6 +267,47 @@ def gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool = False) -> 
     return small_product(a, b)
 
 
+def gradient_of_factor(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Computes gradᵀ x, up to rounding: the gradient of a factor of LoRA, if x is multiplied by it.
+
+    On CPUs, it takes half the time or less with the thinner matrix as the first of the product.
+
+    Args:
+        grad: (rows, out).
+        x: (rows, in), of the same dtype.
+        dtype: the factor's. In float32, a GPU's result is never rounded to half precision.
+
+    Returns:
+        (out, in).
+    """
+    if grad.device.type == "cpu":
+        if grad.shape[1] > x.shape[1]:
+            return gradient_of_factor(x, grad, dtype).t()
+        return small_product(grad.t(), x.t()).to(dtype)
+    if dtype is torch.float32 and _has_wide_result(grad):
+        return torch.mm(grad.t(), x, out_dtype=dtype)
+    return torch.mm(grad.t(), x).to(dtype)
+
+
+def _has_wide_result(x: Tensor) -> bool:
+    """Returns whether a product with x can have a result in float32, by one operation.
+
+    NVIDIA's GPUs have it for half precision. Neither autograd nor every compiled graph supports it.
+    """
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    return (
+        is_half
+        and x.is_cuda
+        and torch.version.hip is None
+        and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    )
+
+
+def laid_out(weight: Tensor) -> Tensor:
+    """Returns a thin matrix in the layout in which CPUs multiply fastest; else as it is."""
+    return weight.contiguous() if weight.device.type == "cpu" else weight
+
+
 def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Computes out += scale · a b, in place; recorded by autograd.
 

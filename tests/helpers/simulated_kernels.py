@@ -1,4 +1,4 @@
-"""PyTorch's attention kernels for GPUs, by their formula, for the simulated GPU.
+"""PyTorch's kernels that only GPUs have, by their formulas, for the simulated GPU.
 
 They take and return the same as the operators of these names, on the CPU.
 """
@@ -158,6 +158,7 @@ VARLEN_KERNELS: dict[Any, Callable] = {
 }
 KERNELS: dict[Any, Callable] = {
     **VARLEN_KERNELS,
+    aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
