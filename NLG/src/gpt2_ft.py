@@ -56,7 +56,14 @@ from loralib.text import counted
 from loralib.training import watch
 from loralib.training.agreement import check_same_weights
 from loralib.training.compiled import compile_layers
-from loralib.training.cuda_graphs import HINT, FillingCollator, GraphedStep, why_no_graphs
+from loralib.training.cuda_graphs import (
+    HINT,
+    IN_USE,
+    FillingCollator,
+    GraphedStep,
+    uses_graphs,
+    why_no_graphs,
+)
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
@@ -83,6 +90,7 @@ from run_state import (
     begin_run,
     check_same_start,
     find_run,
+    had_graphs,
     identity_of,
     restore_run,
     write_finished,
@@ -157,12 +165,16 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     """Carries out a run, from reading its data to its last checkpoint."""
     begun = time.perf_counter()
     check_precision(args.fp16, args.bf16, dist_env.device)
-    if args.cuda_graphs and (reason := reason_against_graphs(args, dist_env)):
-        raise ValueError(reason)
     work_dir = Path(args.work_dir)
     launch = find_launch(work_dir, dist_env.world_size)
     args.resume |= launch.is_restart  # the launcher repeats the first attempt's command
     resumed = find_run(work_dir, args.resume)
+    args.cuda_graphs = uses_graphs(
+        args.cuda_graphs,
+        before=None if resumed is None else had_graphs(resumed),
+        reason=why_no_graphs(dist_env.device, args.torch_compile),
+        by_default=dist_env.world_size == 1,  # not yet run on several GPUs
+    )
 
     run = build_run(args, dist_env, *read_data(args, dist_env), new_lora=resumed is None)
     check_same_start(args, dist_env, run.identity, resumed)
@@ -267,11 +279,6 @@ def build_run(
         identity=identity_of(args, model.config, dist_env, max_step, last_step, base.fingerprint),
         loss_of=loss_function(precision, dist_env.device),
     )
-
-
-def reason_against_graphs(args: argparse.Namespace, dist_env: DistEnv) -> str | None:
-    """Returns why the run cannot use CUDA graphs, or None if it can."""
-    return why_no_graphs(dist_env.device, args.torch_compile)
 
 
 def set_max_step(args: argparse.Namespace, data: FT_Dataset, processes: int) -> None:
@@ -588,9 +595,11 @@ def show_beginning(run: Run, step: int) -> None:
         ("learning rate", f"{args.lr:g}"),
         ("output", os.path.abspath(args.work_dir)),
     ]
+    if args.cuda_graphs:
+        rows.append(IN_USE)
     if step:
         rows.append(("resuming from", f"{RESUME_NAME}, step {step:,}"))
-    elif not args.cuda_graphs and reason_against_graphs(args, dist_env) is None:
+    elif not args.cuda_graphs and why_no_graphs(dist_env.device, args.torch_compile) is None:
         rows.append(HINT)
     logger.info("training\n%s", table(rows, indent="  "))
 

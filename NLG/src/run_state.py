@@ -56,6 +56,7 @@ _FIXED_FLAGS = (
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
+_GRAPHS = "--cuda_graphs"
 # The ends of the learning rate's schedule and of the run. They may change until a run is finished.
 _LENGTHS = ("last step", "number of steps")
 
@@ -156,6 +157,11 @@ def check_same_start(
         own = {"validation data": lines_digest(args.valid_data), "step to resume from": step}
         own["a resumed run with finished ="] = resumed is not None and resumed["finished"]
         check_alike({**identity, **own}, dist_env.world_size)
+
+
+def had_graphs(state: Mapping[str, Any]) -> bool:
+    """Returns whether a run has used CUDA graphs."""
+    return bool(state["run"].get(_GRAPHS))
 
 
 def has_begun(state: Mapping[str, Any] | None) -> bool:
@@ -271,6 +277,8 @@ def restore_run(
     new_run = f"begin a new run in {_ANOTHER_FOLDER}"
     lengths = {name: identity[name] for name in _LENGTHS}
     fixed = {name: value for name, value in identity.items() if name not in lengths}
+    if dist_env.device.type == "cpu":
+        del fixed[_GRAPHS]  # there are none on a CPU, which draws other random numbers in any case
     before, base = state["run"], identity["base"]
     if base and before.get("base") and are_of_one_base(before["base"], base):
         before = {**before, "base": base}  # an older version wrote a shorter fingerprint

@@ -39,7 +39,8 @@ _COLUMNS = 64
 _MOST_GRAPHS = 256
 
 
-# Shown at the beginning of a run that could use graphs: a name and a value in a table.
+# Shown at the beginning of a run that uses graphs or could use them: a name and a value in a table.
+IN_USE = ("CUDA graphs", "used; --no_cuda_graphs turns them off")
 HINT = ("faster with", "--cuda_graphs")
 
 
@@ -55,6 +56,27 @@ def why_no_graphs(device: torch.device, torch_compile: bool) -> str | None:
     if torch_compile:
         return "--cuda_graphs and --torch_compile do not go together: leave one out"
     return None
+
+
+def uses_graphs(
+    asked: bool | None, before: bool | None, reason: str | None, by_default: bool
+) -> bool:
+    """Returns whether a run uses CUDA graphs.
+
+    Args:
+        asked: what --cuda_graphs says; None if it is not given.
+        before: whether the run that is resumed has used them; None for a new run.
+        reason: why the run cannot use them; None if it can.
+        by_default: whether a new run uses them without being asked, if it can.
+
+    Raises:
+        ValueError: they are asked for, and the run cannot use them.
+    """
+    if asked and reason is not None:
+        raise ValueError(reason)
+    if asked is not None:
+        return asked
+    return reason is None and (by_default if before is None else before)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -344,8 +366,8 @@ def _capture(
         if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
             raise cause from cause.__cause__
         raise TrainingError(
-            f"this step cannot be recorded as a CUDA graph ({first_line(cause)}): train without "
-            "--cuda_graphs"
+            f"this step cannot be recorded as a CUDA graph ({first_line(cause)}): train with "
+            "--no_cuda_graphs"
         ) from cause
     return graph, loss
 

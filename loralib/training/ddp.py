@@ -105,7 +105,7 @@ def _average_at_the_end(model: nn.Module) -> Iterator[None]:
         elif parameter.requires_grad:
             raise TrainingError(
                 f"{name} is trained, but the loss does not depend on it: freeze it, or train "
-                "without --cuda_graphs"
+                "with --no_cuda_graphs"
             )
     for bucket in _buckets(gradients):
         _average(bucket)

@@ -1,12 +1,17 @@
 """Tests gpt2_ft.py with --cuda_graphs, on a simulated GPU and on a real one."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from simulated_gpu import GPUS, SimulatedGpu
 from simulated_graphs import SimulatedGraphs
 
 import gpt2_ft
+from loralib.nn import packing
+from loralib.nn.fast_paths import fast_paths_off
+from optimizer import Scheduler
+from run_state import read_run
 
 FLAGS = ("--max_step", "8", "--lr", "1e-4", "--eval_interval", "4", "--log_interval", "1")
 
@@ -20,7 +25,7 @@ def losses_of(work_dir):
 @pytest.mark.parametrize("kind", GPUS)
 def test_a_run_has_the_losses_of_one_without(tiny, tmp_path, kind, how):
     with kind():
-        gpt2_ft.main(tiny.flags(tmp_path / "plain", *FLAGS, *how))
+        gpt2_ft.main(tiny.flags(tmp_path / "plain", *FLAGS, *how, "--no_cuda_graphs"))
         if kind is SimulatedGpu:
             with SimulatedGraphs() as graphs:
                 gpt2_ft.main(tiny.flags(tmp_path / "graphs", *FLAGS, *how, "--cuda_graphs"))
@@ -39,14 +44,55 @@ def test_it_needs_a_gpu(tiny, tmp_path, error_of):
     assert "--cuda_graphs needs a GPU: leave it out" in error
 
 
-def test_a_run_without_graphs_is_not_resumed_with_them(tiny, tmp_path, error_of):
-    flags = tiny.flags(tmp_path, *FLAGS)
-    with SimulatedGpu():
-        gpt2_ft.main(flags)
-        error = error_of([*flags, "--resume", "--cuda_graphs"])
-    assert (
-        "belongs to a run with --cuda_graphs False, but this run has True: give the same" in error
-    )
+@pytest.mark.parametrize(("began", "goes_on"), [(True, False), (False, True)])
+def test_a_run_goes_on_as_it_began(tiny, tmp_path, error_of, caplog, began, goes_on):
+    flags, named = tiny.flags(tmp_path, *FLAGS), {True: "--cuda_graphs", False: "--no_cuda_graphs"}
+    with SimulatedGpu(), SimulatedGraphs():
+        gpt2_ft.main([*flags, named[began]])
+        error = error_of([*flags, "--resume", named[goes_on]])
+        gpt2_ft.main([*flags, "--resume"])
+    message = f"belongs to a run with --cuda_graphs {began}, but this run has {goes_on}: give the"
+    assert message in error
+    assert "this run is finished" in caplog.text
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_run_on_a_gpu_uses_them_by_default(tiny, tmp_path, caplog, kind):
+    caplog.set_level("INFO")
+    with kind(), SimulatedGraphs() if kind is SimulatedGpu else nullcontext():
+        gpt2_ft.main(tiny.flags(tmp_path, *FLAGS))
+    assert "CUDA graphs    used; --no_cuda_graphs turns them off" in caplog.text
+    assert "faster with" not in caplog.text
+
+
+class Killed(BaseException):
+    """Stands in for a kill: nothing in the script catches it."""
+
+
+@pytest.mark.parametrize(("has_gpu", "replays"), [(True, 4), (False, 2)])
+def test_a_run_that_was_killed_resumes_with_them(tiny, tmp_path, monkeypatch, has_gpu, replays):
+    """On a CPU, which has none, it resumes without."""
+
+    def step(scheduler):
+        if scheduler.state_dict()["step"] == 2:
+            raise Killed
+        original(scheduler)
+
+    original = Scheduler.step
+    argv = tiny.flags(tmp_path, "--max_step", 4, "--save_interval", 2)
+    monkeypatch.setattr(packing, "padding_is_cheap", lambda *_: True)
+    with SimulatedGraphs() as graphs, fast_paths_off():
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt2_ft, "why_no_graphs", lambda *_: None)
+            patch.setattr(Scheduler, "step", step)
+            with pytest.raises(Killed):
+                gpt2_ft.main(argv)
+        assert graphs.replays == 2
+        if has_gpu:
+            monkeypatch.setattr(gpt2_ft, "why_no_graphs", lambda *_: None)
+        gpt2_ft.main([*argv, "--resume"])
+    assert graphs.replays == replays
+    assert read_run(tmp_path)["finished"]
 
 
 def test_a_run_that_could_use_graphs_says_so(tiny, tmp_path, caplog):
@@ -54,6 +100,7 @@ def test_a_run_that_could_use_graphs_says_so(tiny, tmp_path, caplog):
     gpt2_ft.main(tiny.flags(tmp_path / "cpu", "--max_step", "1"))
     assert "training" in caplog.text
     assert "faster with" not in caplog.text
+    assert "CUDA graphs" not in caplog.text
     with SimulatedGpu():
-        gpt2_ft.main(tiny.flags(tmp_path / "gpu", "--max_step", "1"))
+        gpt2_ft.main(tiny.flags(tmp_path / "gpu", "--max_step", "1", "--no_cuda_graphs"))
     assert "faster with    --cuda_graphs" in caplog.text

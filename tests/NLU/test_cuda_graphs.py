@@ -1,5 +1,7 @@
 """Tests the Trainer with CUDA graphs, on a simulated GPU and on a real one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
@@ -24,6 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.fine_tuning import script
 from transformers.modeling_losses import IGNORED_LABEL
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -155,12 +158,51 @@ def test_answers_are_learned_as_without_graphs(make_trainer, make_classifier, ki
     assert found == pytest.approx(losses, abs=rounding(max(losses), TERMS))
 
 
-def test_a_run_without_graphs_is_not_resumed_with_them(make_trainer, lora_classifier, tmp_path):
+@pytest.mark.parametrize(("began", "goes_on"), [(True, False), (False, True)])
+def test_a_run_goes_on_as_it_began(make_trainer, lora_classifier, tmp_path, began, goes_on):
+    checkpoint = str(tmp_path / "out" / "checkpoint-3")
+    often = {"save_strategy": "steps", "save_steps": 3}
     with SimulatedGpu(), SimulatedGraphs():
-        make_trainer(lora_classifier("roberta"), save_strategy="steps", save_steps=3).train()
-        trainer = make_trainer(lora_classifier("roberta"), cuda_graphs=True)
-        with pytest.raises(CheckpointError, match="--cuda_graphs False, but this run has True"):
-            trainer.train(str(tmp_path / "out" / "checkpoint-3"))
+        make_trainer(lora_classifier("roberta"), cuda_graphs=began, **often).train()
+        trainer = make_trainer(lora_classifier("roberta"), cuda_graphs=goes_on)
+        message = f"--cuda_graphs {began}, but this run has {goes_on}"
+        with pytest.raises(CheckpointError, match=message):
+            trainer.train(checkpoint)
+        trainer = make_trainer(lora_classifier("roberta"))
+        assert trainer._uses_graphs(checkpoint) == began
+    on_cpu = make_trainer(lora_classifier("roberta"), no_cuda=True)
+    on_cpu.args.cuda_graphs = on_cpu._uses_graphs(checkpoint)
+    assert not on_cpu.args.cuda_graphs
+    on_cpu.checkpoints._check_same_run(Path(checkpoint), on_cpu.model)
+
+
+def test_scripts_use_graphs_by_default(make_trainer, lora_classifier, caplog):
+    """A Trainer of one's own has to be asked: its hooks would not be run."""
+    caplog.set_level("INFO")
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        trainer = make_trainer(lora_classifier("roberta"), max_steps=2, log_level="info")
+        trainer.args.graphs_by_default = True
+        trainer.train()
+        assert graphs.replays == 2
+        assert "CUDA graphs    used; --no_cuda_graphs turns them off" in caplog.text
+        for model, cls, settings in (
+            (lora_classifier("roberta"), Trainer, {"cuda_graphs": False}),
+            (lora_classifier("roberta"), OwnLoss, {}),
+            (lora_classifier("roberta", reg_loss_wgt=1.0), Trainer, {}),
+            (lora_classifier("roberta"), Trainer, {"gradient_checkpointing": True}),
+        ):
+            trainer = make_trainer(model, cls, **settings)
+            trainer.args.graphs_by_default = True
+            assert not trainer._uses_graphs(None)
+        assert not make_trainer(lora_classifier("roberta"))._uses_graphs(None)
+
+
+def test_scripts_say_that_they_are_scripts(monkeypatch, tmp_path):
+    seen = []
+    flags = ["--output_dir", str(tmp_path)]
+    script.start(flags, None, (), fine_tune=seen.append, estimate=seen.append)
+    assert [args.graphs_by_default for args in seen] == [True]
+    assert not TrainingArguments(str(tmp_path)).graphs_by_default
 
 
 class Interrupt(TrainerCallback):

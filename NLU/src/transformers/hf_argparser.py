@@ -49,8 +49,9 @@ class HfArgumentParser(ArgumentParser):
 
     A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` define its flag. A
     bool can be given bare (``--do_train``) or with a value (``--do_train False``). One that is True
-    by default also has ``--no_<flag>``, and one without a default is True, as in transformers 4.4.
-    `add_argument` adds more flags. The dataclasses' ``_other_names`` are those of `ArgumentParser`.
+    by default also has ``--no_<flag>``, and so has one with ``metadata["has_no"]``. One without a
+    default is True, as in transformers 4.4. `add_argument` adds more flags. The dataclasses'
+    ``_other_names`` are those of `ArgumentParser`.
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.
@@ -206,8 +207,9 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     if field.name == "local_rank":
         names.append("--local-rank")  # current versions of torch.distributed.launch write this
     options = _options(field, hint, many)
-    if hint is bool and field.default is True:
-        group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false")
+    if hint is bool and (field.default is True or field.metadata.get("has_no")):
+        off = {"action": "store_false", "default": field.default}
+        group.add_argument(f"--no_{field.name}", dest=field.name, **off)
     group.add_argument(*names, **options)
 
 

@@ -289,14 +289,24 @@ class Checkpoints:
         load_weights(model, path, self.args.device, _way_out(path))
         check_same_weights(model, self.args.world_size)
 
+    def had_graphs(self, folder: str) -> bool:
+        """Returns whether the run that wrote a checkpoint has used CUDA graphs."""
+        return bool(self._saved_arguments(Path(folder)).get("cuda_graphs"))
+
+    def _saved_arguments(self, path: Path) -> dict[str, Any]:
+        """Returns the arguments with which a checkpoint's run was trained."""
+        with _naming_damaged_file(path / TRAINING_ARGS_NAME):
+            return read_state(path / TRAINING_ARGS_NAME, {"seed": self.args.seed})
+
     def _check_same_run(self, path: Path, model: nn.Module) -> None:
         """Refuses to resume with another task or other settings."""
-        now = self.args.to_dict()
-        with _naming_damaged_file(path / TRAINING_ARGS_NAME):
-            before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
+        before, now = self._saved_arguments(path), self.args.to_dict()
         if isinstance(model, PreTrainedModel):
             check_same_run(path, *_model_settings(model, path), _SAME_SETTING)
-        flags = ({f"--{name}": each.get(name) for name in _FIXED_FLAGS} for each in (before, now))
+        # There are no graphs on a CPU, which draws other random numbers than a GPU in any case.
+        on_cpu = self.args.device.type == "cpu"
+        fixed = [name for name in _FIXED_FLAGS if not (on_cpu and name == "cuda_graphs")]
+        flags = ({f"--{name}": each.get(name) for name in fixed} for each in (before, now))
         check_same_run(path, *flags, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_per_epoch: int, step: int) -> None:

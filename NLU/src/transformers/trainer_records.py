@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.io.console import devices_in_words, steps_in_words, table, training_in_words
 from loralib.text import counted
-from loralib.training.cuda_graphs import HINT
+from loralib.training.cuda_graphs import HINT, IN_USE
 from loralib.training.distributed import share_warnings, sum_over_processes
 
 from .adapter_kinds import BITFIT, BOTTLENECK
@@ -71,6 +71,8 @@ class TrainerRecords:
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
             rows = [*self._about_model(), *self._about_data(examples, max_steps)]
+            if args.cuda_graphs:
+                rows.append(IN_USE)
             if checkpoint:
                 left = "" if self.state.global_step < max_steps else ": nothing is left to train"
                 step = f"step {self.state.global_step:,}{left}"

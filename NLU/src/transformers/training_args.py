@@ -258,16 +258,21 @@ class TrainingArguments:
         "compile each layer with torch.compile: for GPUs; on CPUs it was slower; a resumed run "
         "then has the same results to rounding, not bit for bit",
     )
-    cuda_graphs: bool = flag(
-        False,
+    cuda_graphs: bool | None = flag(
+        None,
         "record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast on "
-        "an H100",
+        "an H100 (default: in scripts, on a GPU with one process, if the model and the other "
+        "flags allow it; a Trainer of your own has to be asked)",
+        has_no=True,
     )
 
     # The launcher's record of restarts. Set by scripts, which resume on their own.
     launch: Launch | None = field(default=None, init=False)
     # Whether the user has chosen the learning rate. Set by scripts, which know the flags given.
     rate_is_given: bool = field(default=True, init=False)
+    # Whether a run uses CUDA graphs without being asked. Set by scripts, whose steps are known;
+    # a program of one's own may have hooks, which graphs do not run.
+    graphs_by_default: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.log_level is not None:

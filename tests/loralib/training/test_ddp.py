@@ -186,7 +186,7 @@ def test_gradients_averaged_afterwards_are_those_of_ddp(tmp_path):
     """In buckets: a weight with its bias, one that is too large, its bias, and one of float64."""
     assert printed_by_two(AFTERWARDS, tmp_path) == 2 * [
         "[2, 1, 1, 1] unused is trained, but the loss does not depend on it: freeze it, or train "
-        "without --cuda_graphs"
+        "with --no_cuda_graphs"
     ]
 
 

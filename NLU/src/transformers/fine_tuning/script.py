@@ -93,6 +93,7 @@ def start(
     else:
         *of_task, args, estimate_args = parser.parse_args_into_dataclasses(argv)
     args.rate_is_given = "learning_rate" in parser.given
+    args.graphs_by_default = True
     set_up_logging(args.log_level)
     check_same_flags(args, *of_task, estimate_args)
     if estimate_args.estimate:
