@@ -25,7 +25,7 @@ from loralib.training.precision import Precision, cast_frozen
 from model import GPT2Config, GPT2LMModel, head_loss
 
 # The most launches of a step of two blocks: forward, backward, bfloat16's casts, the optimizer.
-LAUNCHES = 160
+LAUNCHES = 150
 # The files that wait at the end of an epoch, for its loss and its checkpoint.
 FILES_AT_EPOCHS_END = {"losses.py", "tensors.py"}
 # How many additions follow one another in the small model.

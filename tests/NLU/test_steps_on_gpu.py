@@ -29,7 +29,7 @@ CONSISTENCY = {
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # The most kernels of an update: two layers, forward and backward, with casts and the optimizer.
-LAUNCHES = {"roberta": 180, "deberta": 240}
+LAUNCHES = {"roberta": 160, "deberta": 220}
 
 
 class Steps(TrainerCallback):

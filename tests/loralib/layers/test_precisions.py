@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from compare import rounding
+from compare import assert_same_bits, rounding
 from layer_cases import (
     CASES,
+    LINEAR,
     WITH_DROPOUT,
     R,
     base_of,
@@ -17,6 +18,7 @@ from layer_cases import (
     reference,
     update,
 )
+from simulated_gpu import GPUS, to_cpu
 
 import loralib as lora
 
@@ -99,3 +101,39 @@ def test_autocast_leaves_float64_alone(case, mode):
         out = layer(x)
     assert out.dtype == torch.float64
     close(out, reference(layer, x).detach())
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_second_backward_pass_has_the_firsts_gradients(name):
+    """The factors that the first one multiplied with are not kept for the second."""
+    layer, x = built(CASES[name]), CASES[name].x()
+    layer.scaling = 0.3  # no power of two
+    base_of(layer).weight.data = base_of(layer).weight.data.bfloat16()
+    rows = x.bfloat16().flatten(0, -2)
+    out = layer(rows)
+    assert out.grad_fn.update.A.dtype == torch.bfloat16
+    passes = []
+    for _ in range(2):
+        torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
+        assert out.grad_fn.update is None
+        passes.append({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+        layer.zero_grad()
+    assert {"lora_A", "lora_B"} <= passes[0].keys()
+    assert_same_bits(*passes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_gpus_gradients_of_factors_are_not_rounded_to_half_precision(kind, dtype):
+    torch.manual_seed(0)
+    with kind():
+        layer = lora.Linear(24, 24, r=4, lora_alpha=6)
+        torch.nn.init.normal_(layer.lora_B)
+        layer.weight.data = layer.weight.data.to(dtype)
+        layer.to("cuda")
+        layer(torch.randn(40, 24, dtype=dtype).to("cuda")).square().sum().backward()
+        for factor in (layer.lora_A, layer.lora_B):
+            gradient = to_cpu(factor.grad)
+            assert gradient.dtype == torch.float32
+            assert factor.grad.is_contiguous()  # else autograd copies it
+            assert not torch.equal(gradient, gradient.to(dtype).float())
