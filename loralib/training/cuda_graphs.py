@@ -44,6 +44,10 @@ IN_USE = ("CUDA graphs", "used; --no_cuda_graphs turns them off")
 HINT = ("faster with", "--cuda_graphs")
 
 
+# Added to the error that memory is used up.
+_MEMORY = "(CUDA graphs take up to a quarter more: --no_cuda_graphs turns them off)"
+
+
 def why_no_graphs(device: torch.device, torch_compile: bool) -> str | None:
     """Returns why a run cannot use CUDA graphs, or None if it can.
 
@@ -228,6 +232,10 @@ class GraphedStep:
             batch: tensors and ``packed_rows``, on the device or in pinned memory; copying them from
                 other memory waits for the device.
             constants: further arguments of the step.
+
+        Raises:
+            TrainingError: PyTorch cannot record the step, or the model has other parts by now.
+            torch.OutOfMemoryError: there is too little memory to record it.
         """
         rows = batch.get("packed_rows")
         if not (isinstance(rows, PackedRows) and rows.is_filled):
@@ -247,7 +255,11 @@ class GraphedStep:
                     "recorded: batches of other sizes are computed without"
                 )
                 return self._step(batch, *constants)
-            recorded = self._recorded[key] = self._record(batch, constants)
+            try:
+                recorded = self._recorded[key] = self._record(batch, constants)
+            except torch.OutOfMemoryError as error:
+                # Of the error's class, for programs that try again with a smaller batch.
+                raise torch.OutOfMemoryError(f"{error} {_MEMORY}") from error
         return self._replay(recorded, tensors)
 
     def _warn_once(self, message: str) -> None:

@@ -341,6 +341,15 @@ def test_steps_that_cannot_be_recorded(monkeypatch, block, error, raised, messag
         cuda_graphs._capture(run, None, None)
 
 
+def test_the_error_about_memory_says_how_to_turn_graphs_off(graphs):
+    def step(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    batch = moved(fill_up(make_batch(LENGTHS[0]), IGNORED))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. .*--no_cuda_graphs"):
+        GraphedStep(step, Model().to("cuda:0"))(batch)
+
+
 def test_a_recording_that_cannot_end_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
 
