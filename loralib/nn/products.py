@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import processor
-from .fast_paths import are_eager_paths_on, are_fast_paths_off
+from .fast_paths import are_eager_paths_on, are_fast_paths_off, is_transformed
 from .linear_methods import METHODS, METHODS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -292,15 +292,14 @@ def gradient_of_factor(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 def _has_wide_result(x: Tensor) -> bool:
     """Returns whether a product with x can have a result in float32, by one operation.
 
-    NVIDIA's GPUs have it for half precision. Neither autograd nor every compiled graph supports it.
+    NVIDIA's GPUs have it for half precision. Autograd, sharded tensors, PyTorch's transforms and
+    some compiled graphs do not support it.
     """
-    is_half = x.dtype in (torch.float16, torch.bfloat16)
-    return (
-        is_half
-        and x.is_cuda
-        and torch.version.hip is None
-        and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    )
+    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.version.hip is not None or hasattr(x, "full_tensor"):
+        return False
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed(x))
 
 
 def laid_out(weight: Tensor) -> Tensor:
