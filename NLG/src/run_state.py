@@ -278,7 +278,8 @@ def restore_run(
     lengths = {name: identity[name] for name in _LENGTHS}
     fixed = {name: value for name, value in identity.items() if name not in lengths}
     if dist_env.device.type == "cpu":
-        del fixed[_GRAPHS]  # there are none on a CPU, which draws other random numbers in any case
+        # There are none on a CPU, which draws other random numbers than a GPU in any case.
+        fixed.pop(_GRAPHS, None)
     before, base = state["run"], identity["base"]
     if base and before.get("base") and are_of_one_base(before["base"], base):
         before = {**before, "base": base}  # an older version wrote a shorter fingerprint
