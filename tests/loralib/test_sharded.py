@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import loralib as lora
 from loralib.adapted_layers import AdaptedProjection as Projection
 from loralib.errors import CheckpointError, UnsupportedLayerError
+from loralib.nn.products import gradient_of_factor
 
 
 @pytest.fixture
@@ -403,3 +404,15 @@ def test_an_out_proj_sharded_apart_from_its_attention_is_an_error(mesh):
     for attention in (apart, model["a"]):
         with pytest.raises(RuntimeError, match="is wrapped or sharded apart from it, which comp"):
             attention(x, x, x)
+
+
+@torch.no_grad()
+def test_the_gradient_of_a_sharded_factor_on_a_gpu(mesh, monkeypatch):
+    """PyTorch cannot compute products of sharded half-precision tensors in float32."""
+    monkeypatch.setattr(DTensor, "device", torch.device("cuda", 0), raising=False)
+    monkeypatch.setattr(DTensor, "is_cuda", True, raising=False)
+    grad, x = (
+        distribute_tensor(torch.ones(3, size).bfloat16(), mesh, [Replicate()]) for size in (2, 4)
+    )
+    found = gradient_of_factor(grad, x, torch.float32)
+    assert torch.equal(found.to_local(), torch.full((2, 4), 3.0))
