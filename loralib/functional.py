@@ -442,8 +442,9 @@ class _LowRankLinear(torch.autograd.Function):
         if needs[3]:
             grad_bias = grad.sum(0)
         if needs[4]:
-            grad_A = products.gradient_of_factor(grad_z, lora_input, A.dtype)
-            grad_A = _times(grad_A, ctx.scaling)
+            wide = torch.promote_types(A.dtype, ctx.dtype)
+            grad_A = products.gradient_of_factor(grad_z, lora_input, wide)
+            grad_A = _times(grad_A, ctx.scaling).to(A.dtype)
         if needs[5]:
             parts = [
                 products.gradient_of_factor(
@@ -462,6 +463,8 @@ def _scaled(
 
     The gradient of B needs it so, and A has far fewer elements than z.
     """
+    if torch.promote_types(A.dtype, dtype) is not A.dtype:  # s · A is not rounded to A's dtype
+        return Delta(_times(A.to(dtype), scaling), B.to(dtype), 1.0, starts)
     is_cast = A.dtype is not dtype
     is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if is_cast and not (is_recorded or is_sharded(A) or has_own_dispatch(A)):

@@ -1,6 +1,7 @@
 """Tests of the low-rank update against its formula, block by block."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,22 @@ def test_the_linear_layer_and_its_gradients(shape, dropped, x):
     )
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_factors_in_half_precision_are_multiplied_in_the_inputs_dtype(shape, x):
+    """Only their gradients are rounded to half precision, once."""
+    given = replace(make(shape, torch.bfloat16), scaling=1.3)  # no power of two
+    wide = given.to(torch.float64)
+    outs, gradients = [], []
+    for delta in (given, wide):
+        A, B = delta.A.requires_grad_(), delta.B.requires_grad_()
+        out = delta.linear(x, None, torch.ones(delta.out_features, INPUTS, dtype=x.dtype), None)
+        outs.append(out)
+        gradients.append(torch.autograd.grad(out.square().sum(), [A, B]))
+    torch.testing.assert_close(*outs)
+    assert [g.dtype for g in gradients[0]] == 2 * [torch.bfloat16]
+    assert all(map(torch.equal, gradients[0], [g.bfloat16() for g in gradients[1]]))
 
 
 @pytest.mark.parametrize("dropped", [False, True])
