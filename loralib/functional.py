@@ -393,23 +393,26 @@ class _LowRankLinear(torch.autograd.Function):
             update.expand_into(out, z)
         # With A frozen (LoRA-FA), the input of A need not be saved.
         of_A, of_weight = ctx.needs_input_grad[4], ctx.needs_input_grad[2]
+        pairs = ((update.A, A), (update.B, B))
         ctx.save_for_backward(
             x if of_weight or (of_A and dropped is None) else None,
             dropped if of_A else None,
             *(weight, A, B, z),
+            # Saved like the others, so that checkpoints and hooks do not leave them in memory.
+            *(None if is_compiling or new is given else new for new, given in pairs),
         )
-        ctx.has_dropped = dropped is not None
+        ctx.has_dropped, ctx.has_update = dropped is not None, not is_compiling
         ctx.scaling, ctx.starts, ctx.dtype = scaling, starts, x.dtype
-        ctx.update = None if is_compiling else update
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, dropped, weight, A, B, z = ctx.saved_tensors
+        x, dropped, weight, A, B, z, new_A, new_B = ctx.saved_tensors
         needs, is_recorded = ctx.needs_input_grad, torch.is_grad_enabled()
-        # Kept until here only, so that graphs which are held longer do not hold it.
-        update, ctx.update = ctx.update, None
-        if update is None or is_recorded:
+        if ctx.has_update and not is_recorded:
+            factors = A if new_A is None else new_A, B if new_B is None else new_B
+            update = Delta(*factors, 1.0, ctx.starts)
+        else:
             update = _scaled(A, B, ctx.scaling, ctx.starts, ctx.dtype)
         blocks = list(update.blocks())
         lora_input = dropped if ctx.has_dropped else x

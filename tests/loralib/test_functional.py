@@ -1,13 +1,16 @@
 """Tests of the low-rank update against its formula, block by block."""
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
+from loralib import functional
 from loralib.functional import VARIANTS, Delta, merge, variant_of
 
 WIDTH, RANK, INPUTS = 4, 3, 5
@@ -143,6 +146,27 @@ def test_factors_in_half_precision_are_multiplied_in_the_inputs_dtype(shape, x):
     torch.testing.assert_close(*outs)
     assert [g.dtype for g in gradients[0]] == 2 * [torch.bfloat16]
     assert all(map(torch.equal, gradients[0], [g.bfloat16() for g in gradients[1]]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_checkpoint_keeps_no_factors(shape, x, monkeypatch):
+    """Neither the cast ones, nor A times s."""
+    made, delta = [], make(shape, torch.float32)
+    original = functional._scaled
+
+    def note(*args):
+        update = original(*args)
+        made.extend(map(weakref.ref, (update.A, update.B)))
+        return update
+
+    monkeypatch.setattr(functional, "_scaled", note)
+    A, B = delta.A.requires_grad_(), delta.B.requires_grad_()
+    weight = torch.ones(delta.out_features, INPUTS, dtype=x.dtype)
+    out = checkpoint(delta.linear, x, None, weight, None, use_reentrant=False)
+    assert [tensor() for tensor in made] == [None, None]
+    out.square().sum().backward()
+    expected = (x @ (weight + dense(delta)).T).square().sum()
+    torch.testing.assert_close([A.grad, B.grad], list(torch.autograd.grad(expected, [A, B])))
 
 
 @pytest.mark.parametrize("dropped", [False, True])
