@@ -18,6 +18,7 @@ only, keeps them in its checkpoints, and resumes with them (`choices`, `use_choi
 measured for trained weights.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -295,11 +296,20 @@ def _has_wide_result(x: Tensor) -> bool:
     NVIDIA's GPUs have it for half precision. Autograd, sharded tensors, PyTorch's transforms and
     some compiled graphs do not support it.
     """
-    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+    if not x.is_cuda or torch.version.hip is not None or hasattr(x, "full_tensor"):
         return False
-    if torch.version.hip is not None or hasattr(x, "full_tensor"):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed(x):
         return False
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed(x))
+    if x.dtype is torch.bfloat16:
+        return _has_wide_bfloat16(x.device)
+    is_summed_in_half = torch.backends.cuda.matmul.allow_fp16_accumulation
+    return x.dtype is torch.float16 and not is_summed_in_half
+
+
+@functools.cache
+def _has_wide_bfloat16(device: torch.device) -> bool:
+    """Returns whether a GPU has such products in bfloat16; older ones have only narrow ones."""
+    return torch.cuda.get_device_properties(device).major >= 8
 
 
 def laid_out(weight: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 import collections
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, rounding
 from half_products import HalfProducts, choose_processor
+from simulated_gpu import SimulatedGpu, on_gpu, to_cpu
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -573,3 +575,39 @@ def test_measuring_leaves_the_random_generator_as_it_was():
     before = torch.get_rng_state()
     assert products.measure([weight], torch.float32, {})
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def other_gpu():
+    """Lets a test choose what GPUs can do."""
+    products._has_wide_bfloat16.cache_clear()
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_accumulation
+    yield
+    settings.allow_fp16_accumulation = before
+    products._has_wide_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "major", "in_half", "is_wide"),
+    [
+        (torch.bfloat16, 9, False, True),
+        (torch.bfloat16, 8, True, True),
+        (torch.bfloat16, 7, False, False),
+        (torch.float16, 7, False, True),
+        (torch.float16, 9, True, False),
+    ],
+)
+@pytest.mark.usefixtures("other_gpu")
+@torch.no_grad()
+def test_gradients_of_factors_are_wide_where_a_gpu_can(monkeypatch, dtype, major, in_half, is_wide):
+    """Where PyTorch would raise an error, they are rounded: 2049 has more digits than halves."""
+    torch.backends.cuda.matmul.allow_fp16_accumulation = in_half
+    grad, x = on_gpu(torch.ones(2049, 1, dtype=dtype)), on_gpu(torch.ones(2049, 3, dtype=dtype))
+    with SimulatedGpu(), monkeypatch.context() as patch:
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=major, minor=0)
+        )
+        found = products.gradient_of_factor(grad, x, torch.float32)
+    assert found.dtype is torch.float32
+    assert torch.equal(to_cpu(found), torch.full((1, 3), 2049.0 if is_wide else 2048.0))
