@@ -71,7 +71,7 @@ class TrainerRecords:
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
             rows = [*self._about_model(), *self._about_data(examples, max_steps)]
-            if args.cuda_graphs:
+            if args.cuda_graphs and self._has_own_step():  # else a warning follows
                 rows.append(IN_USE)
             if checkpoint:
                 left = "" if self.state.global_step < max_steps else ": nothing is left to train"
