@@ -157,6 +157,8 @@ class LoRALayer:
         if isinstance(scaling, Tensor):  # set by code outside of this package, which may train it
             if scaling.numel() != 1:
                 raise ValueError(f"scaling has to be one number, got {tuple(scaling.shape)}")
+            if dtype is None:
+                B = B.to(torch.promote_types(B.dtype, scaling.dtype))
             B, scaling = B * scaling.to(B.dtype).reshape(()), 1.0
         magnitude: Any = {"magnitude": self.lora_magnitude_vector} if kind.has_magnitude else {}
         return kind(A, B, scaling, self._starts, **magnitude)

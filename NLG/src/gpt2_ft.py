@@ -61,6 +61,7 @@ from loralib.training.cuda_graphs import (
     IN_USE,
     FillingCollator,
     GraphedStep,
+    are_default,
     uses_graphs,
     why_no_graphs,
 )
@@ -173,7 +174,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         args.cuda_graphs,
         before=None if resumed is None else had_graphs(resumed),
         reason=why_no_graphs(dist_env.device, args.torch_compile),
-        by_default=dist_env.world_size == 1,  # not yet run on several GPUs
+        by_default=are_default(dist_env.world_size),
     )
 
     run = build_run(args, dist_env, *read_data(args, dist_env), new_lora=resumed is None)

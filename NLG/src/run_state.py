@@ -24,6 +24,7 @@ from loralib.io.digests import lines_digest
 from loralib.io.structure import check_structure
 from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_alike, check_same_weights
+from loralib.training.cuda_graphs import goes_on_without
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import barrier, gather_on_first
 from loralib.training.resume import (
@@ -277,10 +278,9 @@ def restore_run(
     new_run = f"begin a new run in {_ANOTHER_FOLDER}"
     lengths = {name: identity[name] for name in _LENGTHS}
     fixed = {name: value for name, value in identity.items() if name not in lengths}
-    if dist_env.device.type == "cpu":
-        # There are none on a CPU, which draws other random numbers than a GPU in any case.
-        fixed.pop(_GRAPHS, None)
     before, base = state["run"], identity["base"]
+    if goes_on_without(work_dir, had_graphs(state), bool(identity.get(_GRAPHS)), dist_env.is_main):
+        fixed.pop(_GRAPHS, None)
     if base and before.get("base") and are_of_one_base(before["base"], base):
         before = {**before, "base": base}  # an older version wrote a shorter fingerprint
     check_same_run(work_dir, before, fixed, f"give the same to resume it, or {new_run}")

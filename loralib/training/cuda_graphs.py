@@ -13,6 +13,7 @@ Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -62,6 +63,17 @@ def why_no_graphs(device: torch.device, torch_compile: bool) -> str | None:
     return None
 
 
+def are_default(processes: int) -> bool:
+    """Returns whether scripts use CUDA graphs by default, where they can.
+
+    They have not yet been run on several GPUs, nor on AMD's.
+
+    Args:
+        processes: the number of processes that train together.
+    """
+    return processes == 1 and torch.version.hip is None
+
+
 def uses_graphs(
     asked: bool | None, before: bool | None, reason: str | None, by_default: bool
 ) -> bool:
@@ -81,6 +93,24 @@ def uses_graphs(
     if asked is not None:
         return asked
     return reason is None and (by_default if before is None else before)
+
+
+def goes_on_without(where: str | os.PathLike, before: bool, now: bool, is_main: bool) -> bool:
+    """Returns whether a resumed run goes on without the CUDA graphs that it began with, and warns.
+
+    It may, because graphs can turn out to take too much memory.
+
+    Args:
+        where: the file or folder from which it resumes.
+        before, now: whether it has used graphs, and whether it does now.
+        is_main: whether this is the process that warns.
+    """
+    if before and not now and is_main:
+        logger.warning(
+            "%s: resumes, but not bit-exactly: the run began with CUDA graphs, and goes on without",
+            where,
+        )
+    return before and not now
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,7 +337,7 @@ class GraphedStep:
         if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
             raise TrainingError(
                 "modules or tensors of the model were replaced during training, which CUDA graphs "
-                "do not support: train without them"
+                "do not support: train with --no_cuda_graphs"
             )
 
     def _parts_now(self) -> list[nn.Module | Tensor | None]:

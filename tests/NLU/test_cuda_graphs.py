@@ -159,15 +159,20 @@ def test_answers_are_learned_as_without_graphs(make_trainer, make_classifier, ki
 
 
 @pytest.mark.parametrize(("began", "goes_on"), [(True, False), (False, True)])
-def test_a_run_goes_on_as_it_began(make_trainer, lora_classifier, tmp_path, began, goes_on):
+def test_a_run_goes_on_as_it_began(make_trainer, lora_classifier, tmp_path, caplog, began, goes_on):
+    """One with graphs may go on without: they may turn out to take too much memory."""
     checkpoint = str(tmp_path / "out" / "checkpoint-3")
     often = {"save_strategy": "steps", "save_steps": 3}
     with SimulatedGpu(), SimulatedGraphs():
         make_trainer(lora_classifier("roberta"), cuda_graphs=began, **often).train()
         trainer = make_trainer(lora_classifier("roberta"), cuda_graphs=goes_on)
-        message = f"--cuda_graphs {began}, but this run has {goes_on}"
-        with pytest.raises(CheckpointError, match=message):
-            trainer.train(checkpoint)
+        trainer.args.cuda_graphs = trainer._uses_graphs(checkpoint)
+        if began:
+            trainer.checkpoints._check_same_run(Path(checkpoint), trainer.model)
+            assert "the run began with CUDA graphs, and goes on without" in caplog.text
+        else:
+            with pytest.raises(CheckpointError, match="--cuda_graphs False, but this run has True"):
+                trainer.checkpoints._check_same_run(Path(checkpoint), trainer.model)
         trainer = make_trainer(lora_classifier("roberta"))
         assert trainer._uses_graphs(checkpoint) == began
     on_cpu = make_trainer(lora_classifier("roberta"), no_cuda=True)
@@ -195,6 +200,17 @@ def test_scripts_use_graphs_by_default(make_trainer, lora_classifier, caplog):
             trainer.args.graphs_by_default = True
             assert not trainer._uses_graphs(None)
         assert not make_trainer(lora_classifier("roberta"))._uses_graphs(None)
+
+
+def test_a_run_leaves_the_arguments_as_they_are(make_trainer, lora_classifier):
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        trainer = make_trainer(lora_classifier("roberta"), max_steps=1)
+        trainer.args.graphs_by_default = True
+        trainer.train()
+        assert graphs.replays == 1
+        assert trainer.args.cuda_graphs is None
+        trainer.args.torch_compile = True  # which does not go together with graphs
+        assert not trainer._uses_graphs(None)
 
 
 def test_scripts_say_that_they_are_scripts(monkeypatch, tmp_path):

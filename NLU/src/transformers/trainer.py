@@ -28,7 +28,7 @@ from loralib.errors import CheckpointError, TrainingError
 from loralib.io.tensors import first_not_finite
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
-from loralib.training.cuda_graphs import FillingCollator, GraphedStep, uses_graphs
+from loralib.training.cuda_graphs import FillingCollator, GraphedStep, are_default, uses_graphs
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
@@ -421,7 +421,15 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 "--evaluation_strategy needs a set to evaluate on: add --do_eval, or give the "
                 "Trainer an eval_dataset"
             )
-        args.cuda_graphs = self._uses_graphs(checkpoint)
+        asked, args.cuda_graphs = args.cuda_graphs, self._uses_graphs(checkpoint)
+        try:
+            return self._train(checkpoint, start)
+        finally:
+            args.cuda_graphs = asked
+
+    def _train(self, checkpoint: str | None, start: float) -> TrainOutput:
+        """Trains after the checks of `train`, from a time on that `time.time` has returned."""
+        args = self.args
         passes = self._training_passes()
         max_steps, epochs = self._updates_and_epochs(passes.length)
         if args.world_size > 1:
@@ -472,10 +480,11 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _uses_graphs(self, checkpoint: str | None) -> bool:
         """Returns whether the run uses CUDA graphs; see `uses_graphs`."""
         args = self.args
-        # Not by default with several processes: not yet run on several GPUs.
-        by_default = args.graphs_by_default and args.world_size == 1 and self._has_own_step()
         before = self.checkpoints.had_graphs(checkpoint) if checkpoint else None
-        return uses_graphs(args.cuda_graphs, before, why_no_graphs(self.model, args), by_default)
+        reason = why_no_graphs(self.model, args)
+        is_script = args.graphs_by_default and self._has_own_step()
+        by_default = is_script and are_default(args.world_size)
+        return uses_graphs(args.cuda_graphs, before, reason, by_default)
 
     def _new_graphs(self) -> GraphedStep | None:
         """Returns the CUDA graphs of a run; None if it has none."""

@@ -26,6 +26,7 @@ from loralib.io.atomic import replacing_folder
 from loralib.io.structure import check_structure
 from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_same_weights
+from loralib.training.cuda_graphs import goes_on_without
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import gather_objects, gather_on_first
 from loralib.training.output import remove_folder
@@ -303,9 +304,9 @@ class Checkpoints:
         before, now = self._saved_arguments(path), self.args.to_dict()
         if isinstance(model, PreTrainedModel):
             check_same_run(path, *_model_settings(model, path), _SAME_SETTING)
-        # There are no graphs on a CPU, which draws other random numbers than a GPU in any case.
-        on_cpu = self.args.device.type == "cpu"
-        fixed = [name for name in _FIXED_FLAGS if not (on_cpu and name == "cuda_graphs")]
+        graphs = (bool(each.get("cuda_graphs")) for each in (before, now))
+        off = {"cuda_graphs"} if goes_on_without(path, *graphs, self.args.is_main_process) else {}
+        fixed = [name for name in _FIXED_FLAGS if name not in off]
         flags = ({f"--{name}": each.get(name) for name in fixed} for each in (before, now))
         check_same_run(path, *flags, _SAME_SETTING)
 

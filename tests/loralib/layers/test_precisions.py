@@ -105,17 +105,14 @@ def test_autocast_leaves_float64_alone(case, mode):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_second_backward_pass_has_the_firsts_gradients(name):
-    """The factors that the first one multiplied with are not kept for the second."""
     layer, x = built(CASES[name]), CASES[name].x()
     layer.scaling = 0.3  # no power of two
     base_of(layer).weight.data = base_of(layer).weight.data.bfloat16()
     rows = x.bfloat16().flatten(0, -2)
     out = layer(rows)
-    assert out.grad_fn.update.A.dtype == torch.bfloat16
     passes = []
     for _ in range(2):
         torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
-        assert out.grad_fn.update is None
         passes.append({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
         layer.zero_grad()
     assert {"lora_A", "lora_B"} <= passes[0].keys()
@@ -137,3 +134,18 @@ def test_a_gpus_gradients_of_factors_are_not_rounded_to_half_precision(kind, dty
             assert gradient.dtype == torch.float32
             assert factor.grad.is_contiguous()  # else autograd copies it
             assert not torch.equal(gradient, gradient.to(dtype).float())
+
+
+def test_a_trained_scaling_is_not_rounded_to_the_factors_precision():
+    layer = lora.Linear(16, 16, r=4)
+    torch.nn.init.normal_(layer.lora_B)
+    for factor in (layer.lora_A, layer.lora_B):
+        factor.data = factor.data.bfloat16()
+    layer.scaling = torch.nn.Parameter(torch.tensor(0.3))
+    x = torch.randn(5, 16)
+    A, B, W, b, wide = (
+        t.double() for t in (layer.lora_A, layer.lora_B, layer.weight, layer.bias, x)
+    )
+    expected = wide @ W.t() + b + layer.scaling.double() * (wide @ A.t() @ B.t())
+    error = (layer(x).double() - expected).abs().max()
+    assert error <= rounding(0, 2 * (16 + 4), torch.float32, float(expected.abs().max()))
