@@ -35,7 +35,7 @@ from lora_flags import add_model_params, check_model_params
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.io.digests import lines_digest
-from loralib.nn.products import use_products
+from loralib.nn.products import MANY_ROWS, use_products
 from loralib.training import launcher_env, watch
 from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import set_up_device
@@ -207,7 +207,9 @@ def prepare_products(model: GPT2LMModel, beams: int, world_size: int) -> None:
     """
     use_products(model)
     dtype = model.transformer.wte.weight.dtype
-    choose_products(frozen_weights(model), dtype, world_size, beams, backward=False)
+    # More rows give the same choices, but the head's logits may then take minutes and gigabytes.
+    rows = min(beams, MANY_ROWS)
+    choose_products(frozen_weights(model), dtype, world_size, rows, backward=False)
 
 
 def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
@@ -326,7 +328,9 @@ def main(argv: list[str] | None = None) -> None:
     contexts = read_contexts(args.data, model.config.vocab_size)
     prompts = cut_contexts(contexts, longest, args.data)
     if dist_env.device.type == "cpu":
-        prepare_products(model, args.batch_size * settings.beam, dist_env.world_size)
+        share = -(-len(set(prompts)) // dist_env.world_size)
+        beams = min(args.batch_size, share) * settings.beam
+        prepare_products(model, beams, dist_env.world_size)
     check_same_contexts(args.data, dist_env.world_size)
     texts = decode(model, prompts, settings, args.batch_size, dist_env)
     if not dist_env.is_main:

@@ -436,6 +436,26 @@ def test_an_error_is_one_line(files, tmp_path, monkeypatch, capsys, one_process)
     assert "--lora_path" in line
 
 
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        pytest.param(("--batch_size", 2), 6, id="a batch"),
+        pytest.param(("--batch_size", 5000), 12, id="more than there are contexts"),
+        pytest.param(("--beam", 1000), products.MANY_ROWS, id="many beams"),
+        pytest.param(("--beam", 60000), products.MANY_ROWS, id="too many beams"),
+    ],
+)
+def test_products_are_measured_with_no_more_rows_than_needed(decode, monkeypatch, flags, rows):
+    def record(weights, dtype, world_size, rows, backward):
+        measured.append(rows)
+
+    measured: list[int] = []
+    monkeypatch.setattr(gpt2_beam, "choose_products", record)
+    monkeypatch.setattr(gpt2_beam, "search", lambda model, batch, settings: [[1]] * len(batch))
+    decode(*flags)
+    assert measured == [rows]
+
+
 @pytest.mark.parametrize("method", ["onednn", "packed"])
 def test_the_linear_method_changes_no_text(decode, tmp_path, monkeypatch, method):
     if not processor.has_onednn(torch.float32):
