@@ -28,7 +28,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
 
     Names may have the prefix ``transformer.`` or ``module.transformer.``, may be those of a
     compiled model, and may end in ``.g``, ``.b`` and ``.w`` as in GPT-2's first files. The head,
-    which is tied to the embedding, is left out.
+    which is tied to the embedding, is left out; if a file has only the head, it is the embedding.
 
     Raises:
         CheckpointError: a tensor has two names in the file, or the head differs from the embedding.
@@ -48,11 +48,14 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
         if f"{GPT2.backbone}{short}" in named:
             raise CheckpointError(f"{source}: holds {short} under two names")
         named[f"{GPT2.backbone}{short}"] = tensor
-    embedding = named.get("transformer.wte.weight")
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
-        raise CheckpointError(
-            f"{source}: its head differs from its token embedding, but GPT-2's are one tensor"
-        )
+    has_base = any(name.startswith(GPT2.layers) and "lora_" not in name for name in named)
+    if head is not None and has_base:
+        # Of tied tensors, safetensors' save_model writes only the one whose name comes first.
+        embedding = named.setdefault(f"{GPT2.backbone}wte.weight", head)
+        if not torch.equal(head, embedding):
+            raise CheckpointError(
+                f"{source}: its head differs from its token embedding, but GPT-2's are one tensor"
+            )
     return named
 
 

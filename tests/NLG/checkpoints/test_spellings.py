@@ -66,6 +66,9 @@ SPELLINGS = {
         for name, tensor in t.items()
     },
     "head beside plain names": lambda t: {"lm_head.weight": t["wte.weight"].clone(), **t},
+    "head in place of the embedding": lambda t: {
+        {"wte.weight": "lm_head.weight"}.get(name, name): tensor for name, tensor in t.items()
+    },
 }
 
 
