@@ -279,7 +279,8 @@ def restore_run(
     lengths = {name: identity[name] for name in _LENGTHS}
     fixed = {name: value for name, value in identity.items() if name not in lengths}
     before, base = state["run"], identity["base"]
-    if goes_on_without(work_dir, had_graphs(state), bool(identity.get(_GRAPHS)), dist_env.is_main):
+    warns = dist_env.is_main and not state["finished"]  # a finished run does not go on
+    if goes_on_without(work_dir, had_graphs(state), bool(identity.get(_GRAPHS)), warns):
         fixed.pop(_GRAPHS, None)
     if base and before.get("base") and are_of_one_base(before["base"], base):
         before = {**before, "base": base}  # an older version wrote a shorter fingerprint

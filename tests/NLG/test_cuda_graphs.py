@@ -1,6 +1,7 @@
 """Tests gpt2_ft.py with --cuda_graphs, on a simulated GPU and on a real one."""
 
 import json
+import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -54,18 +55,6 @@ def test_a_run_without_graphs_goes_on_without(tiny, tmp_path, error_of, caplog):
     assert "this run is finished" in caplog.text
 
 
-def test_a_run_with_graphs_may_go_on_without(tiny, tmp_path, caplog):
-    """They may turn out to take too much memory."""
-    flags = tiny.flags(tmp_path, *FLAGS)
-    warning = "resumes, but not bit-exactly: the run began with CUDA graphs, and goes on without"
-    with SimulatedGpu(), SimulatedGraphs():
-        gpt2_ft.main(flags)
-        gpt2_ft.main([*flags, "--resume"])
-        assert warning not in caplog.text
-        gpt2_ft.main([*flags, "--resume", "--no_cuda_graphs"])
-    assert f"{tmp_path}: {warning}" in caplog.text
-
-
 @pytest.mark.parametrize("kind", GPUS)
 def test_a_run_on_a_gpu_uses_them_by_default(tiny, tmp_path, caplog, kind):
     caplog.set_level("INFO")
@@ -79,22 +68,44 @@ class Killed(BaseException):
     """Stands in for a kill: nothing in the script catches it."""
 
 
-@pytest.mark.parametrize(("has_gpu", "replays"), [(True, 4), (False, 2)])
-def test_a_run_that_was_killed_resumes_with_them(tiny, tmp_path, monkeypatch, has_gpu, replays):
-    """On a CPU, which has none, it resumes without."""
-
+def kill_after_two_steps(patch):
     def step(scheduler):
         if scheduler.state_dict()["step"] == 2:
             raise Killed
         original(scheduler)
 
     original = Scheduler.step
+    patch.setattr(Scheduler, "step", step)
+
+
+def test_a_run_with_graphs_may_go_on_without(tiny, tmp_path, monkeypatch, caplog):
+    """They may turn out to take too much memory. A finished run does not go on."""
+    flags = tiny.flags(tmp_path, "--max_step", 4, "--save_interval", 2)
+    warning = "resumes, but not bit-exactly: the run began with CUDA graphs, and goes on without"
+    monkeypatch.setattr(packing, "padding_is_cheap", lambda *_: True)
+    monkeypatch.setattr(gpt2_ft, "why_no_graphs", lambda *_: None)
+    with SimulatedGraphs(), fast_paths_off():
+        with monkeypatch.context() as patch:
+            kill_after_two_steps(patch)
+            with pytest.raises(Killed):
+                gpt2_ft.main(flags)
+        shutil.copytree(tmp_path, tmp_path / "with")
+        gpt2_ft.main([*flags, "--resume", "--work_dir", str(tmp_path / "with")])
+        gpt2_ft.main([*flags, "--resume", "--work_dir", str(tmp_path / "with"), "--no_cuda_graphs"])
+        assert warning not in caplog.text
+        gpt2_ft.main([*flags, "--resume", "--no_cuda_graphs"])
+    assert f"{tmp_path}: {warning}" in caplog.text
+
+
+@pytest.mark.parametrize(("has_gpu", "replays"), [(True, 4), (False, 2)])
+def test_a_run_that_was_killed_resumes_with_them(tiny, tmp_path, monkeypatch, has_gpu, replays):
+    """On a CPU, which has none, it resumes without."""
     argv = tiny.flags(tmp_path, "--max_step", 4, "--save_interval", 2)
     monkeypatch.setattr(packing, "padding_is_cheap", lambda *_: True)
     with SimulatedGraphs() as graphs, fast_paths_off():
         with monkeypatch.context() as patch:
             patch.setattr(gpt2_ft, "why_no_graphs", lambda *_: None)
-            patch.setattr(Scheduler, "step", step)
+            kill_after_two_steps(patch)
             with pytest.raises(Killed):
                 gpt2_ft.main(argv)
         assert graphs.replays == 2
