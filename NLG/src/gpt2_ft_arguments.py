@@ -113,9 +113,16 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast "
-        "on an H100 (default: on a GPU, with one process and without --torch_compile)",
+        "on an H100 (default: on an NVIDIA GPU with one process and without --torch_compile; a "
+        "resumed run goes on as it began)",
     )
-    add("--no_cuda_graphs", dest="cuda_graphs", action="store_false", default=None)
+    add(
+        "--no_cuda_graphs",
+        dest="cuda_graphs",
+        action="store_false",
+        default=None,
+        help="start each operation by itself: slower, with up to a fifth less memory",
+    )
     add(
         "--use_deterministic_algorithms",
         action="store_true",

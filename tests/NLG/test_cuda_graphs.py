@@ -45,6 +45,13 @@ def test_it_needs_a_gpu(tiny, tmp_path, error_of):
     assert "--cuda_graphs needs a GPU: leave it out" in error
 
 
+def test_the_help_says_what_it_means_to_turn_them_off(capsys):
+    with pytest.raises(SystemExit):
+        gpt2_ft.main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--no_cuda_graphs start each operation by itself" in words
+
+
 def test_a_run_without_graphs_goes_on_without(tiny, tmp_path, error_of, caplog):
     flags = tiny.flags(tmp_path, *FLAGS)
     with SimulatedGpu(), SimulatedGraphs():

@@ -242,6 +242,7 @@ def test_help(parser, capsys):
         "{red,blue}",
         "Paint",
         "--no_mixed",
+        "the same as --mixed False",
     ):
         assert part in text
     HfArgumentParser(TrainingArguments).format_help()

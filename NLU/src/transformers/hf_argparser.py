@@ -209,6 +209,7 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     options = _options(field, hint, many)
     if hint is bool and (field.default is True or field.metadata.get("has_no")):
         off = {"action": "store_false", "default": field.default}
+        off["help"] = f"the same as --{field.name} False"
         group.add_argument(f"--no_{field.name}", dest=field.name, **off)
     group.add_argument(*names, **options)
 
