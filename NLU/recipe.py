@@ -165,6 +165,18 @@ def _given(arguments: Sequence[str], name: str) -> str | None:
     return value
 
 
+def _without(arguments: Sequence[str], name: str) -> list[str]:
+    """Returns arguments without a flag and its value, if it has one."""
+    kept: list[str] = []
+    is_left_out = False
+    for word in arguments:
+        if word.startswith("--"):
+            is_left_out = word.partition("=")[0] == name
+        if not is_left_out:
+            kept.append(word)
+    return kept
+
+
 def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
     """Checks that run_glue.py accepts the recipe's flags together with the added ones.
 
@@ -358,7 +370,7 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
         return
     fewer, flags = fitted(recipe, gpus)
     if gpus == 0:
-        extra = [flag for flag in extra if flag != "--cuda_graphs"]
+        extra = _without(extra, "--cuda_graphs")
     raise ValueError(
         f"the recipe takes {recipe.nproc} GPUs, but this machine has {gpus}; for the same batches: "
         f"NPROC={fewer} bash {_shown(recipe.script)} {shlex.join([*extra, *flags])}"
