@@ -304,10 +304,13 @@ class Checkpoints:
         before, now = self._saved_arguments(path), self.args.to_dict()
         if isinstance(model, PreTrainedModel):
             check_same_run(path, *_model_settings(model, path), _SAME_SETTING)
-        graphs = (bool(each.get("cuda_graphs")) for each in (before, now))
-        off = {"cuda_graphs"} if goes_on_without(path, *graphs, self.args.is_main_process) else {}
-        fixed = [name for name in _FIXED_FLAGS if name not in off]
-        flags = ({f"--{name}": each.get(name) for name in fixed} for each in (before, now))
+        graphs = [bool(each.get("cuda_graphs")) for each in (before, now)]
+        if goes_on_without(path, *graphs, self.args.is_main_process):
+            graphs[0] = False
+        flags = (
+            {f"--{name}": {**each, "cuda_graphs": used}.get(name) for name in _FIXED_FLAGS}
+            for each, used in zip((before, now), graphs, strict=True)
+        )
         check_same_run(path, *flags, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_per_epoch: int, step: int) -> None:

@@ -261,8 +261,8 @@ class TrainingArguments:
     cuda_graphs: bool | None = flag(
         None,
         "record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast on "
-        "an H100 (default: in scripts, on a GPU with one process, if the model and the other "
-        "flags allow it; a Trainer of your own has to be asked)",
+        "an H100 (default: in scripts, on an NVIDIA GPU with one process, if the model and the "
+        "other flags allow it; a resumed run goes on as it began)",
         has_no=True,
     )
 
