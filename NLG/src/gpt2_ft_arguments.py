@@ -121,7 +121,7 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
         dest="cuda_graphs",
         action="store_false",
         default=None,
-        help="start each operation by itself: slower, with up to a fifth less memory",
+        help="start each operation by itself: slower, with up to about a fifth less memory",
     )
     add(
         "--use_deterministic_algorithms",

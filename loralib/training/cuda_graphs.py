@@ -46,7 +46,7 @@ HINT = ("faster with", "--cuda_graphs")
 
 
 # Added to the error that memory is used up.
-_MEMORY = "(CUDA graphs take up to a quarter more: --no_cuda_graphs turns them off)"
+_MEMORY = "(CUDA graphs take up to about a quarter more: --no_cuda_graphs turns them off)"
 
 
 def why_no_graphs(device: torch.device, torch_compile: bool) -> str | None:
