@@ -39,14 +39,14 @@ _COLUMNS = 64
 # Batches of further sizes are not recorded.
 _MOST_GRAPHS = 256
 
-
 # Shown at the beginning of a run that uses graphs or could use them: a name and a value in a table.
 IN_USE = ("CUDA graphs", "used; --no_cuda_graphs turns them off")
 HINT = ("faster with", "--cuda_graphs")
 
-
+# How much more memory a run takes with graphs, as measured (benchmarks/README.md).
+MORE_MEMORY = "up to about a quarter more"
 # Added to the error that memory is used up.
-_MEMORY = "(CUDA graphs take up to about a quarter more: --no_cuda_graphs turns them off)"
+_OUT_OF_MEMORY = f"(CUDA graphs take {MORE_MEMORY}: --no_cuda_graphs turns them off)"
 
 
 def why_no_graphs(device: torch.device, torch_compile: bool) -> str | None:
@@ -289,7 +289,7 @@ class GraphedStep:
                 recorded = self._recorded[key] = self._record(batch, constants)
             except torch.OutOfMemoryError as error:
                 # Of the error's class, for programs that try again with a smaller batch.
-                raise torch.OutOfMemoryError(f"{error} {_MEMORY}") from error
+                raise torch.OutOfMemoryError(f"{error} {_OUT_OF_MEMORY}") from error
         return self._replay(recorded, tensors)
 
     def _warn_once(self, message: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from ..io.command_line import check_bounds
 from ..io.console import in_words, table
 from ..text import counted
+from .cuda_graphs import MORE_MEMORY
 from .product_choices import choose_products, frozen_weights
 from .step_cost import Batch, Cost, Memory, Training, cost_of_batch
 
@@ -206,6 +207,8 @@ class Estimate:
         memory = self.memory
         kinds = ("weights", "gradients", "optimizer", "activations", "total")
         named = [(f"  {kind}", f"{getattr(memory, kind) / 2**30:10.3f} GiB") for kind in kinds]
+        if self.plan.device.type == "cuda":
+            named.append(("  with CUDA graphs", MORE_MEMORY))
         return [("memory a device", ""), *named]
 
     def _of_time(self) -> list[tuple[str, str]]:

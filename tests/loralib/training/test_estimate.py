@@ -257,6 +257,14 @@ def test_an_estimate_is_printed_as_a_table():
     ]
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_on_a_gpu_the_table_says_what_graphs_add(kind):
+    plan = plan_of(device=torch.device(kind))
+    taken = str(Estimate(plan, 10, 5, Memory(1, 1, 1, 1), 10**9, 1e10))
+    row = "  with CUDA graphs      up to about a quarter more"
+    assert (row in taken.splitlines()) == (kind == "cuda")
+
+
 def test_without_a_number_of_steps_the_table_has_no_totals_of_the_run():
     taken = Estimate(plan_of(steps=None, rate=None), 10, 5, Memory(1, 1, 1, 1), 10**9, 1e10)
     assert "measured here" in str(taken)
