@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from small_trainers import make_line_trainer
+from small_trainers import Line, make_line_trainer
 
 from transformers import (
     DefaultFlowCallback,
@@ -124,6 +124,16 @@ def test_arguments_of_the_events(make):
     for name in ("on_evaluate", "on_predict"):
         assert "eval_loss" in recorded.given[name]["metrics"], name
     assert "train_loss" in recorded.given["on_log"]["logs"]
+
+
+def test_callbacks_are_given_a_model_that_replaces_the_first_one(make):
+    recorded = Events()
+    trainer = make(callbacks=[recorded])
+    trainer.model = other = Line()
+    trainer.train()
+    trainer.evaluate()
+    for name in ("on_train_begin", "on_step_end", "on_evaluate"):
+        assert recorded.given[name]["model"] is other
 
 
 # ---- requests ----

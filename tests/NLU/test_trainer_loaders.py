@@ -13,6 +13,7 @@ from trainer_runs import Recorder, without_runtimes
 from loralib.errors import CheckpointError
 from transformers import (
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     TrainingError,
     default_data_collator,
@@ -417,6 +418,22 @@ def test_training_twice_starts_a_second_run(make):
     assert [record["step"] for record in trainer.state.log_history] == [10]
     assert trainer.lr_scheduler.last_epoch == 10
     assert line_of(trainer) != first
+
+
+def test_training_after_an_interrupt_starts_without_its_gradients(make):
+    class Interrupting(TrainerCallback):
+        def on_substep_end(self, args, state, control, **given):
+            raise KeyboardInterrupt
+
+    settings = {"gradient_accumulation_steps": 2}
+    trainer, plain = make(**settings), make(**settings)
+    trainer.add_callback(Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupting)
+    for each in (trainer, plain):
+        each.train()
+    assert line_of(trainer) == line_of(plain)
 
 
 def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):

@@ -300,6 +300,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _call(self, event: str, *about: Any) -> None:
         """Calls the callbacks' method for an event, and stores the control that they return."""
         handler = self.callback_handler
+        handler.model = self.model  # which may have been replaced
         handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.control = getattr(handler, event)(self.args, self.state, self.control, *about)
 
@@ -475,6 +476,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             set_seed(self.args.seed)
             self._use_model(self.call_model_init(trial))
             self.optimizer = self.lr_scheduler = None
+        # Those left over from a run that was interrupted, or whose last batches made no update.
+        self.model.zero_grad(set_to_none=True)
         self._name_trial()
 
     def _uses_graphs(self, checkpoint: str | None) -> bool:
