@@ -1,6 +1,7 @@
 """Models from `model_init`, and hyperparameter searches."""
 
 import importlib.util
+import math
 import random
 import sys
 import types
@@ -10,7 +11,7 @@ import pytest
 import torch
 from small_trainers import Line, line_of, make_line_trainer
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import BestRun, default_hp_space_optuna
 
 NO_OPTUNA = "hyperparameter_search needs optuna: pip install optuna"
@@ -155,6 +156,8 @@ class Study:
                 trial.value = objective(trial)
             except Pruned:
                 trial.value = None
+            if trial.value is not None and math.isnan(trial.value):
+                trial.value = None  # to optuna, a failed trial
 
     @property
     def best_trial(self):
@@ -247,6 +250,52 @@ def test_a_trial_can_be_pruned(make, studies):
     assert all((t.value is None) == (len(t.reports) == 1) for t in studies[0].trials)
 
 
+def test_a_trial_starts_with_the_search_s_own_settings(make, studies):
+    """Not with the choices of the trial before."""
+    trainer = make(model_init=Line, weight_decay=0.5)
+    seen = []
+
+    class Recording(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append((args.weight_decay, args.adafactor, args.learning_rate))
+
+    trainer.add_callback(Recording)
+    chosen = iter([{"adafactor": True}, {"weight_decay": 0.25}, {}])
+    trainer.hyperparameter_search(hp_space=lambda trial: next(chosen), n_trials=3)
+    assert seen == [(0.5, True, 0.1), (0.25, False, 0.1), (0.5, False, 0.1)]
+
+
+def test_label_smoothing_and_precision_can_be_chosen(make, studies):
+    trainer = make(model_init=Line)
+    seen = []
+
+    class Recording(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            smoother = trainer.label_smoother
+            seen.append((smoother and smoother.epsilon, trainer.precision.dtype))
+            control.should_training_stop = True
+
+    trainer.add_callback(Recording)
+    chosen = iter([{"label_smoothing_factor": 0.2}, {"bf16": True}])
+    search = {"compute_objective": lambda metrics: 1.0, "n_trials": 2}
+    trainer.evaluate = dict  # a line has no classes whose labels could be smoothed
+    trainer.hyperparameter_search(hp_space=lambda trial: next(chosen), **search)
+    trainer.args.label_smoothing_factor = 0.4  # such as the best trial's
+    trainer.train()
+    assert seen == [(0.2, torch.float32), (None, torch.bfloat16), (0.4, torch.bfloat16)]
+
+
+def test_a_trial_that_diverges_does_not_end_the_search(make, studies, caplog):
+    trainer = make(model_init=Line, max_grad_norm=0)
+    chosen = iter([1e39, 0.1])
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": next(chosen)}, n_trials=2
+    )
+    assert best.run_id == "1"
+    assert studies[0].trials[0].value is None
+    assert "trial 0 has failed: the loss is not finite at step 2" in caplog.text
+
+
 def test_default_space():
     trial = Trial(0, random.Random(1), None)
     chosen = default_hp_space_optuna(trial)
@@ -286,6 +335,7 @@ def test_a_search_with_optuna_itself(make, tmp_path):
             ValueError,
             "--learning_rate must be",
         ),
+        ({}, {"hp_space": lambda trial: {"fp16": True}}, ValueError, "fp16 needs a GPU"),
     ],
 )
 def test_bad_searches_are_errors(make, studies, settings, search, error, message):

@@ -1,5 +1,6 @@
 """Optional packages: TensorBoard, Weights & Biases, matplotlib and optuna."""
 
+import math
 import os
 from numbers import Real
 from pathlib import Path
@@ -16,7 +17,7 @@ from loralib.training.reports import check_installed, is_installed
 
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import TrainerCallback, TrainerState
-from .trainer_utils import BestRun, HPSearchBackend, is_score
+from .trainer_utils import BestRun, DivergedError, HPSearchBackend, is_score
 from .training_args import TrainingArguments
 from .utils import logging
 
@@ -246,7 +247,7 @@ def run_hp_search_optuna(
 
     Args:
         trainer: the Trainer. A trial's objective is that of its last evaluation. If it has none,
-            the model is evaluated after training.
+            the model is evaluated after training. A trial that diverges has none, and fails.
         n_trials: the number of trials.
         direction: "minimize" or "maximize".
         settings: "timeout" in seconds, and arguments of ``optuna.create_study``.
@@ -259,7 +260,11 @@ def run_hp_search_optuna(
 
     def objective(trial: Any) -> float:
         trainer.objective = None
-        trainer.train(trial=trial)
+        try:
+            trainer.train(trial=trial)
+        except DivergedError as error:
+            logger.warning("trial %s has failed: %s", trial.number, error)
+            return math.nan  # to optuna, a failed trial, after which the search goes on
         if trainer.objective is None:
             trainer.objective = trainer.compute_objective(trainer.evaluate())
         return trainer.objective

@@ -32,7 +32,7 @@ from loralib.training.cuda_graphs import FillingCollator, GraphedStep, are_defau
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
-from loralib.training.precision import Precision, cast_frozen
+from loralib.training.precision import Precision, cast_frozen, check_precision
 from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import check_not_beyond, warn_of_length
 from loralib.utils import with_lora_plus
@@ -82,6 +82,7 @@ from .trainer_pt_utils import LabelSmoother, has_targets, loss_of
 from .trainer_records import TrainerRecords
 from .trainer_search import TrainerSearch
 from .trainer_utils import (
+    DivergedError,
     EvalPrediction,
     IntervalStrategy,
     TrainOutput,
@@ -156,7 +157,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             logger.info("no TrainingArguments were given: writing into %s", args.output_dir)
         set_seed(args.seed)
         self.args = args
-        set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
+        self._follow_settings()
         self.tokenizer = tokenizer
         default_collator = (
             DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
@@ -172,8 +173,6 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.state = self._new_state()
         self.control = TrainerControl()
         self.checkpoints = Checkpoints(args)
-        smoothing = args.label_smoothing_factor
-        self.label_smoother = LabelSmoother(smoothing) if smoothing else None
         check_hooks(type(self))
         if train_dataset is not None:
             check_training_set(train_dataset, args)
@@ -187,12 +186,24 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             lr_scheduler=self.lr_scheduler,
         )
         self.add_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
-        self.precision = Precision(args.compute_dtype, args.device.type)
         self._use_model(self._first_model(model))
         if args.is_main_process:
             # Created here, so that a folder without write access fails before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+
+    def _follow_settings(self) -> None:
+        """Makes what depends on the settings: PyTorch's state, label smoothing and precision.
+
+        Raises:
+            ValueError: the device does not support the precision.
+        """
+        args = self.args
+        set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
+        smoothing = args.label_smoothing_factor
+        self.label_smoother = LabelSmoother(smoothing) if smoothing else None
+        check_precision(args.fp16, args.bf16, args.device)
+        self.precision = Precision(args.compute_dtype, args.device.type)
 
     def _new_state(self) -> TrainerState:
         return TrainerState(
@@ -473,6 +484,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._progress = Progress()
         self._set_up_trial(trial)
         if self.model_init is not None:
+            self._follow_settings()  # a trial may have changed them
             set_seed(self.args.seed)
             self._use_model(self.call_model_init(trial))
             self.optimizer = self.lr_scheduler = None
@@ -748,7 +760,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _give_up(self, why: str) -> NoReturn:
         kept = get_last_checkpoint(self.args.output_dir)
         last = f"the last checkpoint is {kept}" if kept else "no checkpoint was saved before"
-        raise TrainingError(f"{why}; {last}; try a lower --learning_rate")
+        raise DivergedError(f"{why}; {last}; try a lower --learning_rate")
 
     def _log_evaluate_save(self) -> None:
         """Logs, evaluates and saves if the callbacks have asked for it."""

@@ -36,6 +36,7 @@ class TrainerSearch:
     objective: float | None = None
     _trial: Any = None  # the current trial
     _search_folder: str  # has a folder for each trial
+    _settings: dict[str, Any]  # those of the search, from which every trial starts
 
     def hyperparameter_search(
         self,
@@ -49,8 +50,9 @@ class TrainerSearch:
     ) -> BestRun:
         """Trains once per trial, each with other settings, and returns the best trial.
 
-        Each trial's checkpoints are in a separate folder below ``args.output_dir``. Afterwards,
-        ``args`` has the last trial's settings. Needs a `model_init` and optuna.
+        Each trial's checkpoints are in a separate folder below ``args.output_dir``. A trial whose
+        loss is not finite counts as failed. Afterwards, ``args`` has the last trial's settings.
+        Needs a `model_init` and optuna.
 
         Args:
             hp_space: takes optuna's trial and returns settings of ``args`` by name; by default
@@ -76,6 +78,7 @@ class TrainerSearch:
         self.compute_objective = compute_objective or default_compute_objective
         self.hp_name = hp_name
         self._search_folder = self.args.output_dir
+        self._settings = dict(vars(self.args))
         try:
             return run_hp_search_optuna(self, n_trials, direction, **kwargs)
         finally:
@@ -93,6 +96,7 @@ class TrainerSearch:
         if self.hp_space is None:
             raise ValueError("train takes a trial only from hyperparameter_search")
         args = self.args
+        vars(args).update(self._settings)  # without the choices of the trial before
         for name, value in self.hp_space(trial).items():
             if not hasattr(args, name):
                 raise ValueError(f"hp_space chooses {name}, which TrainingArguments do not have")

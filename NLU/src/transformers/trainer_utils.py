@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write_text
 from loralib.io.structure import check_structure
 from loralib.training.determinism import set_seed  # noqa: F401 - upstream has it here
@@ -52,6 +53,10 @@ class HPSearchBackend(str, Enum):
 
     OPTUNA = "optuna"
     RAY = "ray"
+
+
+class DivergedError(TrainingError):
+    """A run whose loss or weights are not finite."""
 
 
 class EvalPrediction(NamedTuple):
