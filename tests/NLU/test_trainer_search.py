@@ -336,10 +336,23 @@ def test_a_search_with_optuna_itself(make, tmp_path):
             "--learning_rate must be",
         ),
         ({}, {"hp_space": lambda trial: {"fp16": True}}, ValueError, "fp16 needs a GPU"),
+        (
+            {},
+            {"hp_space": lambda trial: {"warmup_steps": 0.1}},
+            ValueError,
+            "hp_space chooses 0.1 for warmup_steps, which has to be of type int",
+        ),
+        (
+            {},
+            {"hp_space": lambda trial: {"adafactor": "no"}},
+            ValueError,
+            "hp_space chooses 'no' for adafactor, which has to be of type bool",
+        ),
+        ({"eval_dataset": None}, {}, ValueError, "give the Trainer an eval_dataset"),
     ],
 )
 def test_bad_searches_are_errors(make, studies, settings, search, error, message):
-    trainer = make(**(settings or {"model_init": Line}))
+    trainer = make(**({"model_init": Line} if "model" not in settings else {}), **settings)
     with pytest.raises(error, match=message):
         trainer.hyperparameter_search(n_trials=1, **search)
     assert Path(trainer.args.output_dir).name == "out"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from .integrations import (
@@ -34,6 +35,7 @@ class TrainerSearch:
     hp_space: Callable[[Any], dict[str, Any]] | None = None
     compute_objective: Callable[[dict[str, float]], float] | None = None
     objective: float | None = None
+    _cannot_evaluate: Callable[[], bool]
     _trial: Any = None  # the current trial
     _search_folder: str  # has a folder for each trial
     _settings: dict[str, Any]  # those of the search, from which every trial starts
@@ -67,13 +69,18 @@ class TrainerSearch:
 
         Raises:
             RuntimeError: there is no `model_init`, or optuna is not installed.
-            ValueError: another backend is asked for, or there are several processes.
+            ValueError: another backend is asked for, there are several processes, or there is no
+                set to evaluate.
         """
         if self.args.world_size > 1:
             raise ValueError("hyperparameter_search runs on one process: start it without others")
         check_hp_search_backend(backend)
         if self.model_init is None:
             raise RuntimeError("hyperparameter_search needs a Trainer with a model_init")
+        if self._cannot_evaluate():
+            raise ValueError(
+                "hyperparameter_search compares evaluations: give the Trainer an eval_dataset"
+            )
         self.hp_space = hp_space or default_hp_space[HPSearchBackend.OPTUNA]
         self.compute_objective = compute_objective or default_compute_objective
         self.hp_name = hp_name
@@ -100,8 +107,7 @@ class TrainerSearch:
         for name, value in self.hp_space(trial).items():
             if not hasattr(args, name):
                 raise ValueError(f"hp_space chooses {name}, which TrainingArguments do not have")
-            before = getattr(args, name)
-            setattr(args, name, value if before is None else type(before)(value))
+            setattr(args, name, _in_type_of(getattr(args, name), name, value))
         args.check()
 
     def _name_trial(self) -> None:
@@ -119,3 +125,20 @@ class TrainerSearch:
         if self._trial is not None:
             self.objective = self.compute_objective(dict(metrics))
             report_to_optuna(self._trial, self.state.epoch or 0, self.objective)
+
+
+def _in_type_of(before: Any, name: str, value: Any) -> Any:
+    """Returns a trial's choice of a setting in the type of the value that it replaces.
+
+    Raises:
+        ValueError: that would be another value, as 0 is for 0.1, and True for "no".
+    """
+    if before is None:
+        return value
+    kind = type(before)
+    converted = kind(value)
+    if (kind is bool or isinstance(value, Real)) and converted != value:
+        raise ValueError(
+            f"hp_space chooses {value!r} for {name}, which has to be of type {kind.__name__}"
+        )
+    return converted
