@@ -224,6 +224,14 @@ def _left_here(hub: ModuleType, wanted: _Wanted) -> Path | None:
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def commit_of(path: Path) -> str | None:
+    """Returns the commit of a file in the hub library's cache; None for any other file."""
+    is_cached = path.parent.parent.name == "snapshots" and _COMMIT.fullmatch(path.parent.name)
+    return path.parent.name if is_cached else None
+
+
 _PAUSES = (0, 1, 2)  # seconds before each attempt to reach the hub
 _reached: set[str] = set()  # the hubs that have answered
 _FORGOTTEN_AFTER = 60  # seconds

@@ -1,6 +1,7 @@
 """Reading and writing model folders: each format of a checkpoint, tied weights, fingerprints."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     RobertaForSequenceClassification,
     RobertaModel,
     modeling_utils,
+    weight_files,
 )
 from transformers.weight_files import read_weights
 
@@ -40,6 +42,25 @@ def test_every_format_is_read(tmp_path, format, model_class):
     assert loaded.config.name_or_path == loaded.name_or_path == str(folder)
     same(model_class.from_pretrained(str(folder)), model.state_dict())
     assert read_weights(folder).keys() == model.state_dict().keys()
+
+
+def test_all_shards_are_of_the_index_s_commit(tmp_path, monkeypatch):
+    """On the hub, a branch may move between two of a model's files."""
+    commits = [tmp_path / "snapshots" / (letter * 40) for letter in "ab"]
+    for number, folder in enumerate(commits):
+        folder.mkdir(parents=True)
+        write(folder, {"x": torch.full((2,), number), "y": torch.ones(1)}, "sharded safetensors")
+    found = []
+
+    def resolve(name, filename, revision=None):
+        """Finds files of a branch that moves after the first one."""
+        path = Path(tmp_path, "snapshots", revision or "ab"[len(found) > 0] * 40, filename)
+        found.extend([path] if path.is_file() else [])
+        return path if path.is_file() else None
+
+    monkeypatch.setattr(weight_files, "resolve_file", resolve)
+    assert read_weights("org/model")["x"].tolist() == [0, 0]
+    assert {path.parent for path in found} == {commits[0]}
 
 
 @pytest.mark.parametrize("format", ["bin", "legacy", "safetensors"])

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from loralib.errors import CheckpointError
-from loralib.io.hub import resolve_file
+from loralib.io.hub import commit_of, resolve_file
 from loralib.io.tensors import read_tensors
 from loralib.text import counted, listed
 
@@ -56,6 +56,9 @@ def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> 
         shards = sorted({os.fspath(shard) for shard in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of shards") from error
+    commit = commit_of(index)
+    if commit is not None:  # a branch may move while its shards are fetched
+        where["revision"] = commit
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         if Path(shard).name != shard:
