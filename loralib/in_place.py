@@ -34,13 +34,13 @@ def recording_additions(module: nn.Module) -> Iterator[None]:
 
     Attributes that a user sets on it later are not recorded, and stay.
     """
-    names = _names(module)
+    names = own_names(module)
     try:
         yield
     finally:
         if was_converted(module):
             conversion = vars(module)["_converted"]
-            added = conversion.added | (_names(module) - names)
+            added = conversion.added | (own_names(module) - names)
             vars(module)["_converted"] = conversion._replace(added=added)
 
 
@@ -117,7 +117,8 @@ def _attributes(module: nn.Module) -> tuple[dict, ...]:
     return vars(module), module._parameters, module._buffers, module._modules
 
 
-def _names(module: nn.Module) -> frozenset[str]:
+def own_names(module: nn.Module) -> frozenset[str]:
+    """Returns the names of a module's own attributes, parameters, buffers and children."""
     return frozenset().union(*_attributes(module))
 
 

@@ -12,7 +12,7 @@ from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed, weight_names
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import can_be_converted, is_in_place, unparametrized_class
+from .in_place import can_be_converted, is_in_place, own_names, unparametrized_class
 from .initialization import initializes
 from .layer_kinds import added_attributes, is_conv1d, is_linear, out_in, out_in_sizes
 from .layers import Embedding
@@ -129,7 +129,7 @@ def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
         instead = f"name layers inside it, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
     _check_class(what, module)
-    taken = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
+    taken = sorted(own_names(module) & _LORA_ATTRIBUTES)
     if taken and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
             f"{what} has an attribute '{taken[0]}', which LoRA layers use themselves: {_LEAVE_OUT}"

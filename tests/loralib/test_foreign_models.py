@@ -11,10 +11,11 @@ import loralib as lora
 from loralib.errors import UnsupportedLayerError
 
 
+@pytest.mark.parametrize("value", [0.5, nn.Parameter(torch.ones(1)), nn.Buffer(torch.ones(1))])
 @pytest.mark.parametrize("name", ["scaling", "r", "merged", "base"])
-def test_a_layer_with_an_attribute_that_lora_needs_is_refused(name):
+def test_a_layer_with_an_attribute_that_lora_needs_is_refused(name, value):
     model = Net()
-    setattr(model.a, name, 0.5)
+    setattr(model.a, name, value)
     with pytest.raises(UnsupportedLayerError, match=f"a has an attribute '{name}'"):
         lora.add_lora(model, ["a", "b"], r=2)
     assert type(model.b) is nn.Linear
