@@ -388,9 +388,9 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
             if parameter is not None:
                 owners.setdefault(parameter, {})[id(module)] = name
     for name in names:
-        module, _ = _holder(model, name)
-        for parameter in own_parameters(model, name):
-            others = [other for key, other in owners[parameter].items() if key != id(module)]
+        module, stack = _holder(model, name)
+        for weight in _weights(module).values() if stack is None else (stack,):
+            others = [other for key, other in owners[weight].items() if key != id(module)]
             if others:
                 raise ValueError(
                     f"{module_label(name)} shares its weight with "

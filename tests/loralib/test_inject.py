@@ -608,6 +608,15 @@ def test_a_tied_embedding_is_adapted_if_untie_is_set():
     assert not torch.allclose(changed, before, atol=1e-3)
 
 
+def test_a_layer_that_shares_only_its_bias_is_adapted():
+    """As the output layer of upstream's masked language models, whose head has the same bias."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    lora.add_lora(model, "0", r=2)
+    lora.merge(model)
+    assert model[1].bias is model[0].bias
+
+
 class TiedLM(AnyModel):
     """A language model like upstream's, whose settings say that its head is tied."""
 
