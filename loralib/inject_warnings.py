@@ -198,7 +198,7 @@ def warn_of_task_heads(model: nn.Module) -> None:
         start = f"{place}." if place else ""
         if not any(name.startswith(start) for name in adapted):
             continue
-        tops = [f"{start}{name}" for name in part._modules if name != base]
+        tops = [f"{start}{name}" for name, _ in part.named_children() if name != base]
         head = [each for top in tops for each in _frozen_parts(model, top, adapted)]
         if head:
             logger.warning(

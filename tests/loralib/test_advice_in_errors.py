@@ -169,6 +169,14 @@ class OwnForSequenceClassification(WordsForSequenceClassification):
     base_model_prefix = "model"
 
 
+class AdaptedForSequenceClassification(WordsForSequenceClassification):
+    """A model without two of its parts, as `model.pooler = None` leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooler = self.classifier = None
+
+
 def warnings_of_heads(caplog):
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("the head of")]
 
@@ -203,6 +211,7 @@ def test_a_head_that_stays_frozen_by_default_is_warned_of(caplog, kind, targets,
         (WordsForMaskedLM, "up"),
         (OwnForSequenceClassification, "up"),
         (WordsForSequenceClassification, ["dense", "up", "out_proj", "pooler"]),
+        (AdaptedForSequenceClassification, "up"),
     ],
 )
 def test_a_head_that_is_adapted_or_not_known_as_one_is_not_warned_of(caplog, kind, targets):
