@@ -84,17 +84,16 @@ def _agent_number() -> int:
         return maker.pid
     if sys.platform == "win32":  # which has no sessions
         return os.getppid()
-    leader = os.getsid(0)
-    if leader in (0, os.getpid()):  # 0: the leader is outside this container
-        return os.getppid()
-    return parent_of(leader) or os.getppid()
+    # A leader outside this container has the number 0, and no known parent.
+    return parent_of(os.getsid(0)) or os.getppid()
 
 
 def _read_launch(path: Path, agents: Collection[str]) -> dict[str, Any] | None:
     """Reads what an earlier attempt with one of these agents wrote; None if there was none."""
     try:
         launch = json.loads(path.read_text(encoding="utf-8"))
-        return launch if {*launch["agents"]} & {*agents} else None
+        found = {"agents": launch["agents"], "note": launch["note"]}
+        return found if {*found["agents"]} & {*agents} else None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from loralib.training import restarts
+from loralib.training.locks import started
 from loralib.training.restarts import find_launch
 
 
@@ -23,16 +25,17 @@ def agent(monkeypatch):
     return start
 
 
-def test_later_attempts_of_one_agent_are_restarts(agent, tmp_path):
+@pytest.mark.parametrize("note", [{"step": 3}, {}, None])
+def test_later_attempts_of_one_agent_are_restarts(agent, tmp_path, note):
     agent("a 1 100")
     first = find_launch(tmp_path, 1)
     assert (first.is_restart, first.note) == (False, None)
     assert not find_launch(tmp_path, 1).is_restart  # the first attempt has not begun
-    first.begin({"step": 3})
+    first.begin(note)
     later = find_launch(tmp_path, 1)
-    assert (later.is_restart, later.note) == (True, {"step": 3})
+    assert (later.is_restart, later.note) == (True, note)
     later.begin({"step": 4})
-    assert find_launch(tmp_path, 1).note == {"step": 3}
+    assert find_launch(tmp_path, 1).note == note
     agent("a 1 200")  # another process with the same id
     assert not find_launch(tmp_path, 1).is_restart
 
@@ -61,6 +64,19 @@ def test_a_restart_is_recognized_after_hosts_were_replaced_one_by_one(agent, tmp
     assert found.note == "the first one's"
 
 
+@pytest.mark.parametrize("is_first_one_s", [True, False])
+def test_all_processes_use_what_the_first_one_reads(agent, tmp_path, monkeypatch, is_first_one_s):
+    """A host may see a shared folder as it was seconds ago."""
+    agent("a 1 1")
+    read = [{"agents": ["a 1 1"], "note": 3}, None]
+    read = read if is_first_one_s else read[::-1]
+    monkeypatch.setattr(
+        restarts, "gather_objects", lambda value, _: [value] * 2 if value == "a 1 1" else read
+    )
+    found = find_launch(tmp_path, 2)
+    assert (found.is_restart, found.note) == ((True, 3) if is_first_one_s else (False, None))
+
+
 def test_without_a_launcher_no_file_is_written(agent, tmp_path):
     agent(None)
     find_launch(tmp_path, 1).begin()
@@ -75,7 +91,8 @@ def test_the_agent_can_start_processes_by_multiprocessing(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     parent = SimpleNamespace(pid=os.getppid())
     monkeypatch.setattr(restarts.multiprocessing, "parent_process", lambda: parent)
-    assert restarts._agent().split()[1] == str(os.getppid())
+    host, number = socket.gethostname(), os.getppid()
+    assert restarts._agent() == f"{host} {number} {started(number)}"
 
 
 def test_without_sessions_the_agent_is_the_parent_process(monkeypatch):
@@ -107,7 +124,9 @@ def test_the_agent_can_start_a_shell_that_starts_python(wrapper, has_proc):
     assert result.stdout.split()[1:2] == [str(os.getpid())], result.stderr
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"agents": 3}', "null"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"agents": 3}', '{"agents": ["a 1 1"]}', "null"]
+)
 def test_with_a_damaged_file_the_run_counts_as_new(agent, tmp_path, caplog, content):
     agent("a 1 1")
     (tmp_path / ".launch.json").write_text(content)
