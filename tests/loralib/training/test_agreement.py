@@ -91,15 +91,19 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool,
 
 
 def model_of(*tensors):
+    """A model whose tensors are called b0, b1, …: parameters if they can be, else buffers."""
     model = nn.Module()
     for number, tensor in enumerate(tensors):
-        model.register_buffer(f"b{number}", tensor)
+        if tensor.is_floating_point() or tensor.is_complex():
+            model.register_parameter(f"b{number}", nn.Parameter(tensor))
+        else:
+            model.register_buffer(f"b{number}", tensor)
     return model
 
 
 def reported_by(*tensors):
     """What a process with such a model reports."""
-    digests = agreement._digests(dict(model_of(*tensors).named_buffers()))
+    digests = agreement._digests({f"b{number}": each for number, each in enumerate(tensors)})
     return {f"weights of {name} (shape, digest)": each for name, each in digests.items()}
 
 
@@ -154,8 +158,15 @@ def test_a_digest_does_not_depend_on_the_block_size(monkeypatch):
 def test_only_the_named_weights_are_compared(others):
     others.append([("second", reported_by(VALUES))])
     check_same_weights(model_of(VALUES, torch.ones(3)), 2, names=["b0", "of another"])
+    others.append([("second", {})])
+    check_same_weights(model_of(VALUES), 2, names=[])
 
 
 def test_models_without_tensors_agree(others):
     others.append([("second", {})])
     check_same_weights(nn.ReLU(), 2)
+
+
+def test_one_process_computes_no_digest(monkeypatch):
+    monkeypatch.setattr(agreement, "_digests", None)
+    check_same_weights(model_of(VALUES), 1)
