@@ -147,8 +147,7 @@ class _Search:
         weight = model.transformer.wte.weight
         device = weight.device
         count = len(prompts)
-        ends = sorted(set(settings.eos_token_ids))
-        self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self.ends = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=device)
         self.ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.places = torch.arange(count, device=device)

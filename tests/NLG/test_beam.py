@@ -122,7 +122,7 @@ def best_of(texts: list[tuple[float, list[int]]], length_penalty: float) -> list
     return max(texts, key=lambda text: text[0] / len(text[1]) ** length_penalty)[1]
 
 
-LENGTH_PENALTIES = (0, 0.8, 1.5, -0.5)
+LENGTH_PENALTIES = (0, 0.8, 1.5, -1)
 
 
 def first_is_fast(*values):
@@ -135,7 +135,7 @@ def first_is_fast(*values):
 @pytest.mark.parametrize("ngram", first_is_fast(0, 2, 4))
 @pytest.mark.parametrize("repetition", first_is_fast(1, 1.3))
 @pytest.mark.parametrize("min_length", first_is_fast(0, 5))
-@pytest.mark.parametrize("ends", first_is_fast((STOP,), (STOP, BLANK)))
+@pytest.mark.parametrize("ends", first_is_fast((STOP, BLANK), (STOP,)))
 def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, ends):
     settings = BeamSettings(beams, 12, 1, ngram, repetition, min_length, ends)
     prompts = PROMPTS[:3]
@@ -437,12 +437,21 @@ def test_no_ngram_occurs_twice(size, text, suppressed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_precisions(model, dtype):
+def test_other_precisions(model, dtype, monkeypatch):
+    """Log-probabilities are computed and summed in float32 or wider."""
+    added = []
+
+    def watched(logits, sums, count):
+        added.append((logits.dtype, sums.dtype))
+        return best_candidates(logits, sums, count)
+
     settings = BeamSettings(4, 15, 0.8, 3, eos_token_ids=(STOP, BLANK))
     exact = search(model, PROMPTS, settings)
     other = GPT2LMModel(CONFIG).to(dtype)
     other.load_state_dict(model.state_dict())
+    monkeypatch.setattr(beam, "best_candidates", watched)
     texts = search(other, PROMPTS, settings)
+    assert set(added) == {(torch.float32, torch.float32)}
     if dtype is torch.float32:
         assert texts == exact
     assert [text[0] for text in texts] == [text[0] for text in exact]
@@ -482,6 +491,7 @@ def test_settings_out_of_range(settings, message):
         ([], {}, "at least one token"),
         ([[1], []], {}, "at least one token"),
         ([[1, 30]], {}, "prompts have token 30, outside the vocabulary of 30"),
+        ([[1, -1]], {}, "prompts have token -1, outside the vocabulary of 30"),
         ([[1]], {"eos_token_ids": (50256,)}, "end token is 50256, outside the vocabulary"),
         ([[1] * 31], {}, "31 tokens and 11 generated ones are more than.* 40 positions"),
         ([[1], [1] * 31], {}, "31 tokens and 11 generated ones"),
@@ -494,8 +504,8 @@ def test_inputs_that_cannot_be_searched(model, prompts, settings, message):
         search(model, prompts, settings)
 
 
-def test_a_text_may_fill_all_positions(model):
-    settings = BeamSettings(2, 11, eos_token_ids=())
+def test_a_text_may_fill_all_positions_and_there_may_be_as_many_beams_as_tokens(model):
+    settings = BeamSettings(CONFIG.vocab_size, 11, eos_token_ids=())
     assert len(search(model, [[1] * 30], settings)[0]) == 11
 
 
