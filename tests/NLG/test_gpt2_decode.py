@@ -195,7 +195,7 @@ def test_filter(which, references, predicted, run):
 
 
 def test_grouped_by_keys(run):
-    made = run("--ref_type", "dart", "--ref_num", "2", keys=["1", "2", "3", "3", "1", "2"])
+    made = run("--ref_type", "dart", "--ref_num", "2", keys=["1", "2", "3", " 3", "1 ", "2"])
     assert made == {
         "ref/reference0": ["First of A.", "First_of B, it's.", "Second of A."],
         "ref/reference1": ["Third of A.", "Second of B.", "First of C."],
@@ -230,14 +230,18 @@ def ids(*numbers):
         ({"predictions": ids(0, 6)}, "{0}/sample:2: id 6, but the input's rows are 0 to 5"),
         ({"predictions": ids(-1)}, "{0}/sample:1: id -1, but the input's rows are 0 to 5"),
         ({"predictions": ids("0")}, '{0}/sample:1: not a line {{"id": number, "predict": [ids]}}'),
+        ({"predictions": ids(True)}, '{0}/sample:1: not a line {{"id": number, "predict": [ids]}}'),
         ({"predictions": [{"id": 0}]}, '{0}/sample:1: has no "predict"'),
         (
             {"predictions": [{"id": 0, "predict": [1.5]}]},
             '{0}/sample:1: "predict" has to be a list of token ids',
         ),
-        (
-            {"predictions": [{"id": 0, "predict": [1], "length": 2}]},
-            '{0}/sample:1: "length" must be from 0 to the number of ids in "predict"',
+        *(
+            (
+                {"predictions": [{"id": 0, "predict": [1], "length": length}]},
+                '{0}/sample:1: "length" must be from 0 to the number of ids in "predict"',
+            )
+            for length in (2, -1, True, None)
         ),
         (
             {"predictions": [*ids(0, 2, 3, 4, 5), {"id": 1, "predict": [1, 50257]}]},
@@ -245,12 +249,17 @@ def ids(*numbers):
         ),
         ({"predictions": []}, "{0}/sample: is empty"),
         ({"keys": "12345"}, "{0}/keys: has 5 lines, but the input has 6 rows"),
+        ({"keys": "1234567"}, "{0}/keys: has 7 lines, but the input has 6 rows"),
         ({"rows": [("A", "", True, "")]}, "{0}/input:1: the completion is empty"),
         (
             {"rows": [*ROWS, ("A", "<|endoftext|>", True, "")]},
             "{0}/input:7: the completion is empty",
         ),
         ({"cate": False, "flags": ["--filter=seen"]}, '{0}/input:1: --filter seen needs "cate"'),
+        (
+            {"rows": [*ROWS, ("D", "D.", "false", "")], "flags": ["--filter=unseen"]},
+            '{0}/input:7: --filter unseen needs "cate", true or false',
+        ),
         (
             {"rows": ROWS[1:2], "flags": ["--filter=seen"]},
             "{0}/input: has no row of seen category",
