@@ -7,43 +7,31 @@ also call the layer. The same goes for a stack of matrices, whose update exists 
 forward of the module that owns the stack runs.
 """
 
-import ast
-import functools
 import inspect
-import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from .in_place import original_class
+from .sources import ANY, ASKED, Chain, Use, used_in_forward, uses_from, uses_of, uses_reached
 from .stacks import stack_named
 from .targets import first_names
 from .wrappers import has_own_forward
 
-_Chain = tuple[str, ...]
 # The attributes of a variable that a function uses, by its code and the variable's name.
-_Known = dict[tuple[CodeType, str], list[_Chain]]
+_Known = dict[tuple[CodeType, str], list[Use]]
 
 # Attributes of a weight that are read without computing with it, or written to (`data`).
 _ABOUT = {
-    *("data", "device", "dim", "dtype", "element_size", "grad", "is_contiguous", "is_cuda"),
+    *("data", "device", "dim", ASKED, "element_size", "grad", "is_contiguous", "is_cuda"),
     *("is_floating_point", "is_meta", "itemsize", "layout", "ndim", "nelement", "new_empty"),
     *("new_full", "new_ones", "new_tensor", "new_zeros", "numel", "requires_grad"),
     *("requires_grad_", "shape", "size", "stride"),
 }
-
-# Functions that read only their argument's dtype, device or shape, as `x.to(self.qkv.weight)` does.
-_AS = {"to", "type_as", "len", "empty_like", "full_like", "ones_like", "zeros_like"}
-_AS |= {"rand_like", "randn_like"}
-
-_ANY = "*"  # in a chain: an index, which may be of any of a container's modules
-
-_IS = (ast.Is, ast.IsNot)  # `self.words.weight is None` computes nothing either
 
 
 class _Read(NamedTuple):
@@ -54,12 +42,14 @@ class _Read(NamedTuple):
         kind: the name of the class of the module, which is around the layer.
         depth: how many modules are around that module.
         may_call: whether that forward, or another module, may also call the layer.
+        does_both: whether that forward does both, under no condition.
     """
 
     name: str
     kind: str
     depth: int
     may_call: bool
+    does_both: bool
 
 
 def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -79,24 +69,124 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {read.name: read.kind for read in _reads(model, names) if not read.may_call}
 
 
-def embeddings_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Returns the embeddings that may be called, but with whose weights a module computes as well.
+def called_and_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Returns the layers that may be called, but with whose weights a module computes as well.
 
-    An example is an output layer that multiplies by the embedding's weight. Of other layers, many
-    models do one or the other, depending on their settings.
+    An example is an output layer that multiplies by the embedding's weight. Layers other than
+    embeddings count only if the module's forward does both under no condition: many models do one
+    or the other, depending on their settings.
 
     Args:
         model: the model.
-        names: the names of layers and stacks, of which the embeddings are looked at.
+        names: the names of layers and stacks, of which the layers are looked at.
 
     Returns:
-        The name of each such embedding -> the name of that module's class, or of an attribute's
-        class or function, see `_read_by_attributes`.
+        The name of each such layer -> the name of that module's class, or of an attribute's class
+        or function, see `_read_by_attributes`.
     """
-    modules = dict(model.named_modules())
-    names = [name for name in names if isinstance(modules.get(name), nn.Embedding)]
-    by_forward = {read.name: read.kind for read in _reads(model, names) if read.may_call}
-    return by_forward | _read_by_attributes(model, names)
+    names = [name for name in names if stack_named(model, name) is None]
+    reads = [*_reads(model, names)]
+    never_called = {read.name for read in reads if not read.may_call}
+    embeddings = {
+        name
+        for name in names
+        if isinstance(model.get_submodule(name), nn.Embedding) and name not in never_called
+    }
+    by_forward = {
+        read.name: read.kind for read in reads if read.does_both or read.name in embeddings
+    }
+    by_methods = _read_by_methods(model, embeddings)
+    return by_forward | by_methods | _read_by_attributes(model, embeddings)
+
+
+def _read_by_methods(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Returns the layers with whose weights a method of a module computes.
+
+    The method may be another than forward, such as a `training_step`, if it, or a method that it
+    calls, calls forward or a module. It may find the layer by any path: the layer may have a second
+    name in the model, or be in a list that the model does not know.
+
+    Returns:
+        The name of each such layer -> the name of the module's class.
+    """
+    layers = {id(model.get_submodule(name)): name for name in names}
+    found, of_kind = dict[str, str](), dict[int, list[_Method]]()
+    for module in model.modules() if layers else ():
+        kind = original_class(module)
+        if id(kind) not in of_kind:
+            of_kind[id(kind)] = _methods_that_use(kind, "weight")
+        for method in of_kind[id(kind)]:
+            read = {id(each) for chain in method.used for each in _owners_of_weight(module, chain)}
+            if read & layers.keys() and _calls_a_module(module, method):
+                found |= {layers[each]: kind.__qualname__ for each in read & layers.keys()}
+    return found
+
+
+def stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Returns the stacks with which their module computes in a method that its forward never calls.
+
+    The method, such as a `loss`, or one that it calls, calls a module.
+
+    Returns:
+        The name of each such stack -> the name of its module's class.
+    """
+    found = dict[str, str]()
+    for name in names:
+        stack = stack_named(model, name)
+        if stack is None:
+            continue
+        kind = original_class(stack.owner)
+        methods = _methods_that_use(kind, stack.parameter, uses_reached(kind, "forward"))
+        for method in methods:
+            after = [{*c[1:2]} for c in method.used if c[0] == stack.parameter]
+            if any(not each & _ABOUT for each in after) and _calls_a_module(stack.owner, method):
+                found[name] = kind.__qualname__
+    return found
+
+
+class _Method(NamedTuple):
+    """A method of a class.
+
+    Args:
+        used: the attributes of `self` that it uses.
+        called: those that it calls, or that the methods that it calls call; and the method itself.
+    """
+
+    used: list[Chain]
+    called: list[Chain]
+
+
+def _methods_that_use(kind: type, attribute: str, but_for: Collection[str] = ()) -> list[_Method]:
+    """Returns the methods of a class that use an attribute of this name, of any object.
+
+    Args:
+        kind: the class.
+        attribute: the attribute's name.
+        but_for: the names of methods to leave out.
+    """
+    found = []
+    for name in sorted({name for each in kind.__mro__ for name in vars(each)}):
+        method = inspect.getattr_static(kind, name, None)
+        method = inspect.unwrap(method) if isinstance(method, FunctionType) else None
+        is_special = name.startswith("__") and name != "__call__"
+        if is_special or name in but_for or not isinstance(method, FunctionType):
+            continue
+        if attribute in _names_in(method.__code__) and (uses := uses_of(method)) is not None:
+            reached = (use for each in uses_reached(kind, name).values() for use in each or ())
+            called = [(name,), *(use.chain for use in reached if use.is_called)]
+            found.append(_Method([use.chain for use in uses], called))
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Returns the names of attributes and globals in code, and in the functions within it."""
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _calls_a_module(module: nn.Module, method: _Method) -> bool:
+    called = (each for chain in method.called for each in _values(module, chain))
+    return ("forward",) in method.called or any(isinstance(each, nn.Module) for each in called)
 
 
 def _read_by_attributes(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -113,13 +203,13 @@ def _read_by_attributes(model: nn.Module, names: Iterable[str]) -> dict[str, str
     found, known = dict[str, str](), _Known()
     for value in filter(callable, values) if layers else ():
         for begin, chain in _used_in_call(value, known):
-            if (owner := id(_owner_of_weight(begin, chain))) in layers:
-                kind = value if type(value) is FunctionType else type(value)
-                found[layers[owner]] = kind.__qualname__
+            kind = value if type(value) is FunctionType else type(value)
+            owners = {id(owner) for owner in _owners_of_weight(begin, chain)}
+            found |= {layers[owner]: kind.__qualname__ for owner in owners & layers.keys()}
     return found
 
 
-def _used_in_call(value: object, known: _Known) -> Iterator[tuple[object, _Chain]]:
+def _used_in_call(value: object, known: _Known) -> Iterator[tuple[object, Chain]]:
     """Yields the attributes that a call of a function or an object uses, with what has them.
 
     Args:
@@ -131,32 +221,49 @@ def _used_in_call(value: object, known: _Known) -> Iterator[tuple[object, _Chain
         code = value.__code__
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if (code, name) not in known:
-                known[code, name] = _chains_from(value, (name,)) or []
+                known[code, name] = uses_from(value, (name,)) or []
             with suppress(ValueError):  # nothing is assigned to this variable yet
-                yield from ((cell.cell_contents, chain) for chain in known[code, name])
+                yield from ((cell.cell_contents, use.chain) for use in known[code, name])
     else:
         call = inspect.getattr_static(type(value), "__call__", None)
         if type(call) is FunctionType:
-            yield from ((value, chain) for chain in _chains(call) or ())
+            yield from ((value, use.chain) for use in uses_of(call) or ())
 
 
-def _owner_of_weight(begin: object, chain: _Chain) -> object:
-    """Returns the object with whose `weight` code computes that uses this chain, or None."""
-    for name, following in pairwise((*chain, "")):
-        if name == "weight":
-            return None if following in _ABOUT else begin
-        begin = _attribute(begin, name)
-    return None
+def _owners_of_weight(begin: object, chain: Chain) -> list[object]:
+    """Returns the objects with whose `weight` code computes that uses this chain.
+
+    There are several if the chain has a computed index, and none if it has no `weight`.
+    """
+    if "weight" not in chain:
+        return []
+    at = chain.index("weight")
+    return [] if {*chain[at + 1 : at + 2]} & _ABOUT else _values(begin, chain[:at])
 
 
-def _attribute(owner: object, name: str) -> object:
-    """Returns an attribute that an object has itself, or a module's child, without running code."""
+def _values(begin: object, chain: Chain) -> list[object]:
+    """Returns what a chain of attributes may lead to, without running code."""
+    values = [begin]
+    for name in chain:
+        values = [each for value in values for each in _attributes(value, name)]
+    return values
+
+
+def _attributes(owner: object, name: str) -> list[object]:
+    """Returns an attribute that an object has itself, or a module's child, or items of a list."""
+    if isinstance(owner, list | tuple):
+        if name == ANY:
+            return [*owner]
+        return [owner[int(name)]] if name.isdigit() and int(name) < len(owner) else []
     try:
         own = object.__getattribute__(owner, "__dict__")
     except AttributeError:
-        return None
+        return []
     children = own.get("_modules")
-    return children[name] if isinstance(children, dict) and name in children else own.get(name)
+    held = {**own, **children} if isinstance(children, dict) else own
+    if name == ANY:
+        return [*children.values()] if isinstance(children, dict) else []
+    return [held[name]] if name in held else []
 
 
 def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
@@ -198,7 +305,7 @@ def _reads(
     """
     places = Counter(first_names(model).values())
     modules = dict(model.named_modules())
-    used: dict[int, list[_Chain]] = {}  # by the id of the class, which may be unhashable
+    used: dict[int, list[Use]] = {}  # by the id of the class, which may be unhashable
     for name in names:
         parts = name.split(".")
         is_layer = stack_named(model, name) is None
@@ -207,20 +314,33 @@ def _reads(
         is_elsewhere = places[".".join(parts)] != 1
         for at, kind in enumerate(kinds[:-1]):
             if id(kind) not in used:
-                used[id(kind)] = _used_in_forward(kind)
+                used[id(kind)] = used_in_forward(kind)
             if has_own_forward(modules[".".join(parts[:at])]):
                 continue
-            chains, part = used[id(kind)], tuple(parts[at:])
-            of_weight = [(*part, weight) for weight in weights]
-            near = [chain for chain in chains if chain[0] == part[0]]
-            reads = [c for c in near if any(_begins_with(c, each) for each in of_weight)]
-            if any(not {*chain[len(part) + 1 :][:1]} & _ABOUT for chain in reads):
-                others = (chain for chain in near if chain not in reads)
-                may_call = any(_may_call(chain, part, kinds[at + 1 :]) for chain in others)
-                yield _Read(name, kind.__qualname__, at, may_call or is_elsewhere)
+            part = tuple(parts[at:])
+            near = [use for use in used[id(kind)] if use.chain[0] == part[0]]
+            reads = [use for use in near if _reads_one(use.chain, part, weights)]
+            computing = [use for use in reads if not {*use.chain[len(part) + 1 :][:1]} & _ABOUT]
+            if computing:
+                others = [use for use in near if use not in reads]
+                calls = {use.is_certain for use in others if use.is_called and _is_part(use, part)}
+                may_call = any(_may_call(use.chain, part, kinds[at + 1 :]) for use in others)
+                does_both = True in calls and any(use.is_certain for use in computing)
+                yield _Read(name, kind.__qualname__, at, may_call or is_elsewhere, does_both)
 
 
-def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:
+def _reads_one(chain: Chain, part: Chain, weights: Iterable[str]) -> bool:
+    """Returns whether a chain begins with one of a submodule's weights."""
+    return any(_begins_with(chain, (*part, weight)) for weight in weights)
+
+
+def _is_part(use: Use, part: Chain) -> bool:
+    """Returns whether a submodule itself, or its forward, is used, and not one of several."""
+    chain = use.chain[:-1] if use.chain[-1] == "forward" else use.chain
+    return chain == part
+
+
+def _may_call(chain: Chain, part: Chain, kinds: list[type]) -> bool:
     """Returns whether a chain is the submodule, a module on its path, or a method of these.
 
     Args:
@@ -229,7 +349,7 @@ def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:
         kinds: the classes of these modules.
     """
     # A number is the place of a module, whose name may be another.
-    chain = tuple(_ANY if name.isdigit() else name for name in chain)
+    chain = tuple(ANY if name.isdigit() else name for name in chain)
     for length, kind in enumerate(kinds, 1):
         if not _begins_with(chain, part[:length]):
             return False
@@ -240,100 +360,11 @@ def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:
     return False
 
 
-def _used_in_forward(kind: type) -> list[_Chain]:
-    """Returns the attributes of `self` that a class's forward and the methods it calls use.
-
-    Returns none at all if some may be missing.
-    """
-    found: dict[str, list[_Chain]] = {}
-    names = ["forward"]
-    for name in names:
-        method: Any = inspect.getattr_static(kind, name, None)
-        if name in found or not hasattr(method, "__get__"):
-            continue
-        chains = _chains(inspect.unwrap(method)) if isinstance(method, FunctionType) else None
-        if chains is None:  # unknown, as for a property
-            return []
-        found[name] = chains
-        names += [chain[0] for chain in chains]
-    return [chain for chains in found.values() for chain in chains]
-
-
-@functools.lru_cache(maxsize=1024)
-def _chains(method: FunctionType) -> list[_Chain] | None:
-    """Returns the attributes of `self` that a method uses, see `_chains_from`."""
-    return _chains_from(method, method.__code__.co_varnames[:1])
-
-
-def _chains_from(function: FunctionType, own: tuple[str, ...]) -> list[_Chain] | None:
-    """Returns the attributes of `self` that code uses: ("qkv", "weight") for `self.qkv.weight`.
-
-    Returns None if some may be missing: the method has no source, uses `super`, or uses `self` as a
-    whole, as when it passes it to a function. Also for methods of PyTorch and of this package,
-    which handle updates themselves.
-
-    Args:
-        function: the method, or another function.
-        own: the name of the variable that stands for `self`; empty if there is none.
-    """
-    if (function.__module__ or "").partition(".")[0] in ("torch", __package__):
-        return None
-    try:
-        source = inspect.getsource(function)
-        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
-    except (OSError, SyntaxError, tokenize.TokenError):
-        return None
-    begins = {n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in (*own, "super")}
-    chains, inner, asked = list[_Chain](), set[ast.AST](), set[ast.AST]()
-    for node in ast.walk(tree):  # a complete chain comes before the shorter ones in it
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
-            inner.update(node.args)
-        if isinstance(node, ast.Call) and _called(node) in _AS:
-            asked.update(node.args)
-        if isinstance(node, ast.Compare) and all(isinstance(op, _IS) for op in node.ops):
-            asked.update((node.left, *node.comparators))
-        if isinstance(node, ast.Attribute | ast.Subscript):
-            begin, chain = _chain(node)
-            if not chain:  # `self[0]` may be anything
-                continue
-            begins.discard(begin)
-            if node not in inner and isinstance(begin, ast.Name) and begin.id in own:
-                chains.append((*chain, "dtype") if node in asked else chain)
-            inner.add(node.value)
-    return None if begins else chains
-
-
-def _called(call: ast.Call) -> str | None:
-    """Returns the name of the function or method that is called."""
-    return getattr(call.func, "attr", None) or getattr(call.func, "id", None)
-
-
-def _chain(node: ast.expr) -> tuple[ast.expr, _Chain]:
-    """Returns the expression that a chain of attributes starts from, and the attributes' names.
-
-    An index is part of the chain: ("layers", "0", "weight") for `self.layers[0].weight`, and _ANY
-    in place of "0" if it is computed. A slice ends the chain, as it has several modules.
-    """
-    names: list[str] = []
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Attribute):
-            names.append(node.attr)
-        elif isinstance(node.value, ast.Name):
-            break
-        elif isinstance(node.slice, ast.Slice):
-            names.clear()
-        else:
-            index = node.slice
-            names.append(str(index.value) if isinstance(index, ast.Constant) else _ANY)
-        node = node.value
-    return node, tuple(names[::-1])
-
-
-def _begins_with(chain: _Chain, path: _Chain) -> bool:
-    """Returns whether a chain begins with the names of this path, of which _ANY may be each."""
+def _begins_with(chain: Chain, path: Chain) -> bool:
+    """Returns whether a chain begins with the names of this path, of which ANY may be each."""
     begin = chain[: len(path)]
     return len(begin) == len(path) and all(map(_is_name, begin, path))
 
 
 def _is_name(used: str, name: str) -> bool:
-    return used in (name, _ANY)
+    return used in (name, ANY)

@@ -81,6 +81,11 @@ def check_adaptable(model: nn.Module) -> None:
                 f"{name} is an inference tensor, which cannot be trained: adapt a copy of the "
                 "model, copy.deepcopy(model)"
             )
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"{name} was computed from other tensors, so it cannot be frozen: adapt the model "
+                "before it is copied by torch.jit (a scripted part) or by meta-learning's libraries"
+            )
 
 
 def check_has_modules(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
-from .bypassed import bypassed, embeddings_read
+from .bypassed import bypassed, called_and_read, stacks_read_elsewhere
 from .initialization import initializes, starts_from_weight
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
@@ -147,9 +147,9 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
             )
 
 
-def warn_of_read_embeddings(model: nn.Module, names: Iterable[str]) -> None:
-    """Warns of embeddings that the model calls, but with whose weights it also computes itself."""
-    found = embeddings_read(model, names)
+def warn_of_called_and_read(model: nn.Module, names: Iterable[str]) -> None:
+    """Warns of layers that the model calls, but with whose weights it also computes itself."""
+    found = called_and_read(model, names)
     if found:
         is_one = len(found) == 1
         logger.warning(
@@ -161,6 +161,20 @@ def warn_of_read_embeddings(model: nn.Module, names: Iterable[str]) -> None:
             "s" if is_one else "",
             quoted(_ends(found)),
             "it" if is_one else "them",
+        )
+
+
+def warn_of_stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> None:
+    """Warns of stacks with which their modules compute outside of forward, without the update."""
+    found = stacks_read_elsewhere(model, names)
+    if found:
+        logger.warning(
+            "the source of %s also reads %s in methods other than forward, where an update has no "
+            "effect unless merged: leave out %s, or compute with %s in forward alone",
+            listed(set(found.values())),
+            in_short(found, at_most=2),
+            quoted(_ends(found)),
+            "it" if len(found) == 1 else "them",
         )
 
 

@@ -3,16 +3,22 @@
 `requires_grad` tells this only during training: without the record, a model that has been frozen
 for inference would lose its head when it is saved. Because the record is an attribute of each
 module, it is copied and pickled with the module, and stays with a block that is taken out of a
-model.
+model. The same goes for the record of what buffers held when the rest was frozen.
 """
 
+import hashlib
 from collections.abc import Iterable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from .nn.bits import bits_of
+from .tensor_kinds import is_dense, is_fake, is_sharded, unreadable
 
 _RECORD = "_trained_besides_lora"
 _UNTIED = "_untied_by_adapter"
 _FROZEN = "_frozen_for_lora"
+_BUFFERS = "_buffers_when_frozen"
 
 
 def note_trained(model: nn.Module, names: Iterable[str], source: str | None = None) -> None:
@@ -66,9 +72,57 @@ def is_untied(module: nn.Module) -> bool:
 
 
 def note_frozen(model: nn.Module) -> None:
-    """Notes that all but LoRA was frozen in a model: what is trained later is meant to be."""
+    """Notes that all but LoRA was frozen in a model: what is trained later is meant to be.
+
+    Also notes what its buffers hold, unless an earlier call has.
+    """
     for module in model.modules():
         vars(module)[_FROZEN] = True
+        vars(module).setdefault(_BUFFERS, _digests(module))
+
+
+def note_buffers(model: nn.Module) -> None:
+    """Notes again what the buffers of a model hold that was frozen: its base has been loaded."""
+    for module in model.modules():
+        if _BUFFERS in vars(module):
+            vars(module)[_BUFFERS] = _digests(module)
+
+
+def changed_buffers(model: nn.Module) -> list[str]:
+    """Returns the names of the buffers that have changed since the model was frozen for LoRA.
+
+    Modules change them in training mode. Those that have been cast since are left out.
+    """
+    found = []
+    for owner, module in model.named_modules():
+        before, now = vars(module).get(_BUFFERS, {}), _digests(module)
+        for name, (dtype, digest) in now.items():
+            old_dtype, old = before.get(name, (dtype, digest))
+            if old_dtype == dtype and old != digest:
+                found.append(f"{owner}.{name}" if owner else name)
+    return found
+
+
+def _digests(module: nn.Module) -> dict[str, tuple[torch.dtype, bytes]]:
+    """Returns the dtypes and digests of a module's own floating-point buffers, if persistent."""
+    return {
+        name: (buffer.dtype, hashlib.sha256(_bytes(buffer)).digest())
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and name not in module._non_persistent_buffers_set
+        and not name.startswith("lora_")
+        and _has_plain_values(buffer)
+    }
+
+
+def _bytes(buffer: Tensor) -> bytes:
+    return bits_of(buffer.detach().cpu()).numpy().tobytes()
+
+
+def _has_plain_values(buffer: Tensor) -> bool:
+    if not buffer.is_floating_point() or buffer.is_meta or is_fake(buffer) or is_sharded(buffer):
+        return False
+    return is_dense(buffer) and unreadable(buffer) is None
 
 
 def is_never_frozen(model: nn.Module, names: Iterable[str]) -> bool:
@@ -78,9 +132,10 @@ def is_never_frozen(model: nn.Module, names: Iterable[str]) -> bool:
 
 
 def forget_frozen(model: nn.Module) -> None:
-    """Drops the note of `note_frozen`: the model has no LoRA any more."""
+    """Drops what `note_frozen` has noted: the model has no LoRA any more."""
     for module in model.modules():
         vars(module).pop(_FROZEN, None)
+        vars(module).pop(_BUFFERS, None)
 
 
 def forget_trained(model: nn.Module) -> None:

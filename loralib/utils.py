@@ -22,7 +22,7 @@ from .steps import forget_steps
 from .tensor_kinds import is_fake, is_sharded
 from .text import in_short, module_label
 from .tied_words import tied_words, warn_of_untied
-from .trained import forget_trained, note_frozen, note_trained
+from .trained import forget_trained, note_buffers, note_frozen, note_trained
 from .wrappers import contains
 from .zero3 import check_gathered
 
@@ -121,6 +121,7 @@ def start_from_weights(model: nn.Module) -> None:
     is yet to be loaded into may be zero as well.
     """
     check_model(model)
+    note_buffers(model)
     for layer in model.modules():
         if isinstance(layer, LoRALayer):
             layer.start_from_weight()

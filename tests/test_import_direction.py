@@ -42,7 +42,7 @@ MODULES = {
     },
     "layers": {"arguments", "functional", "lora_layer", "nn", "tensor_kinds"},
     "in_place": {"adapted_layers", "lora_layer", "quantized_layers", "wrappers"},
-    "trained": set(),
+    "trained": {"nn", "tensor_kinds"},
     "tied_words": {"text", "trained"},
     "steps": {"text"},
     "wrappers": {"text"},
@@ -77,7 +77,8 @@ MODULES = {
         "tensor_kinds",
         "wrappers",
     },
-    "bypassed": {"in_place", "stacks", "targets", "wrappers"},
+    "bypassed": {"in_place", "sources", "stacks", "targets", "wrappers"},
+    "sources": set(),
     "stacks": set(),
     "quantized_layers": {
         "functional",

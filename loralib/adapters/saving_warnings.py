@@ -13,7 +13,7 @@ from ..model_checks import weights_with_updates
 from ..stacks import stacked_weights
 from ..steps import trained_along
 from ..text import counted, in_short, module_label
-from ..trained import is_never_frozen, noted
+from ..trained import changed_buffers, is_never_frozen, noted
 from .adapter import LORA, Adapter
 from .model_settings import dropout_of, setting_of, takes_dropout
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES
@@ -35,6 +35,7 @@ def saving_warnings(model: nn.Module, adapter: Adapter, format: str) -> Iterator
         _lost_base,
         _other_labels,
         _left_behind,
+        _changed_buffers,
         _replaced,
         _without_effect,
         _of_several_dropouts,
@@ -129,6 +130,33 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
         f"the running statistics of {counted(len(normed), 'module')} "
         f"({in_short(normed, at_most=1)}), which training changes, are not saved: keep {these} in "
         "eval()" + (f", or name {them} in modules_to_train" if have_parameters else "")
+    )
+
+
+def _changed_buffers(model: nn.Module, adapter: Adapter) -> str | None:
+    """Returns a warning if the adapter lacks other buffers that have changed in training.
+
+    Examples are the codebook of a vector quantizer, and the vectors of a spectral norm.
+    """
+    changed = [
+        name
+        for name in changed_buffers(model)
+        if name not in adapter.tensors
+        and getattr(model.get_submodule(name.rpartition(".")[0]), "running_mean", None) is None
+    ]
+    if not changed:
+        return None
+    owners = {name.rpartition(".")[0] for name in changed}
+    have_parameters = all(
+        next(model.get_submodule(n).parameters(), None) is not None for n in owners
+    )
+    these, them = ("its module", "it") if len(owners) == 1 else ("their modules", "them")
+    return (
+        f"{counted(len(changed), 'buffer')} of the base ({in_short(changed, at_most=2)}) changed "
+        f"since add_lora, as some do in training mode, and the base without these changes computes "
+        f"something else: keep {these} in eval()"
+        + (f", or name {them} in modules_to_train" if have_parameters else "")
+        + f"; now, {SAVED_WHOLE} too"
     )
 
 

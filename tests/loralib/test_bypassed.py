@@ -112,6 +112,25 @@ class ReadsByNumber(Listed):
         return F.linear(F.linear(x, self.layers[0].proj.weight), self.layers[-1]["proj"].weight)
 
 
+class ReadsOfAVariable(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.proj
+        weight = layer.weight
+        return self.other(x @ weight[:, :].t())
+
+
+class ReadsInALoop(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.linear(x, layer["proj"].weight)
+        return x
+
+
+class ReadsAll(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.stack([layer["proj"].weight for layer in self.layers]).sum(0)
+
+
 # ---- models that call it, or may call it ----
 
 
@@ -163,6 +182,37 @@ class CallsForward(Net):
         return self.other(self.proj.forward(x)) + self.proj.weight.sum()
 
 
+class CallsAVariable(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.proj
+        return self.other(layer(x)) + layer.weight.sum()
+
+
+class CallsInALoop(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = self.layers[0]["proj"].weight.abs().sum()
+        for layer in self.layers:
+            x = layer["proj"](x)
+        return x + penalty
+
+
+class CallsOneOfTwoValues(Net):
+    """Its variable is assigned twice, so it may be either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.proj, self.other):
+            x = layer(x)
+        layer = self.other
+        return x + layer.weight.sum() + self.proj.weight.sum()
+
+
+class CallsItself(Net):
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth == 0:
+            return self.proj(x)
+        return self(self.other(x), depth - 1) + self.proj.weight.sum()
+
+
 class CallsInParent(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.proj.weight.abs().sum()
@@ -204,12 +254,12 @@ class SharesIt(nn.Module):
 
 NEVER_CALLED = [
     *(Reads, ReadsAView, ReadsDtypeToo, ReadsInAnotherMethod, ReadsDecorated, Inherits),
-    *(ReadsInAFunction, ReadsByIndex, ReadsByNumber),
+    *(ReadsInAFunction, ReadsByIndex, ReadsByNumber, ReadsOfAVariable, ReadsInALoop, ReadsAll),
 ]
 CALLED = [
-    *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
-    *(CallsByProperty, CallsChildren, SharesIt),
-    *(Listed, CallsByIndex, CallsByNumber, CallsOfASlice, CallsByItem),
+    *(Net, CallsAndReads, CallsForward, CallsAVariable, CallsInParent, CallsByName),
+    *(CallsByProperty, CallsChildren, CallsItself, CallsOneOfTwoValues, SharesIt),
+    *(Listed, CallsByIndex, CallsByNumber, CallsOfASlice, CallsInALoop, CallsByItem),
 ]
 
 
@@ -234,7 +284,9 @@ def test_it_warns_exactly_where_an_update_gets_no_gradient(kind: type[nn.Module]
     assert bool(warnings) == (kind in NEVER_CALLED)
     without = [layer.lora_B.grad is None for layer in lora_layers(model).values()]
     assert without == [bool(warnings)] * len(without)
-    assert not warnings_of(kind(), caplog, what="unless merged")  # only said of embeddings
+    # Of other layers than embeddings, this is only said if both certainly happen.
+    does_both = kind in (CallsForward, CallsAVariable)
+    assert bool(warnings_of(kind(), caplog, what="unless merged")) == does_both
 
 
 def test_the_warning_names_each_class_once_and_the_layers_to_leave_out(caplog):
@@ -662,6 +714,223 @@ def test_what_to_do_about_an_embedding_that_is_read(caplog):
     lora.remove_lora(model)
     lora.add_lora(model, "proj", r=2, modules_to_train=["words"])
     assert model[0].words.weight.requires_grad
+
+
+# ---- other layers that are called, and read as well ----
+
+
+class Autoencoder(nn.Module):
+    """Its decoder is the transpose of its encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj: Any = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.proj(x), self.proj.weight.t())
+
+
+class InMethods(Autoencoder):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.decode(self.encode(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return x @ self.proj.weight
+
+
+class Convolutional(Autoencoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv1d(1, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv_transpose1d(self.proj(x[:, None]), self.proj.weight)
+
+
+class UnderACondition(Autoencoder):
+    """Subclasses read the weight in one case and call the layer in another."""
+
+    is_exact = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.proj.weight) if self.is_exact else self.proj(x)
+
+
+class AfterAReturn(UnderACondition):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_exact:
+            return self.proj(x)
+        return F.linear(x, self.proj.weight)
+
+
+class InCases(UnderACondition):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.proj.weight.isfinite().all()
+        match self.is_exact:
+            case True:
+                return F.linear(x, self.proj.weight)
+        try:
+            return self.proj(x)
+        except TypeError:
+            return F.linear(x, self.proj.weight)
+
+
+class InALambda(UnderACondition):
+    def forward(self, x: Tensor) -> Tensor:
+        exact = lambda x: F.linear(x, self.proj.weight)  # noqa: E731
+        ways = [self.proj, exact]
+        return (self.is_exact and exact(x)) or ways[0](x)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Autoencoder, InMethods, Convolutional),
+        *(UnderACondition, AfterAReturn, InCases, InALambda),
+    ],
+)
+def test_it_is_said_where_merging_a_layer_changes_outputs(kind: type[nn.Module], caplog):
+    model: Any = kind()
+    said = warnings_of(model, caplog, "proj", "which lacks the update unless merged")
+    nn.init.normal_(model.proj.lora_B)
+    x = torch.randn(2, 4)
+    adapted = model(x)
+    is_other = not torch.allclose(lora.merge(model)(x), adapted, atol=1e-4)
+    assert is_other == bool(said) == (not issubclass(kind, UnderACondition))
+
+
+# ---- methods other than forward ----
+
+
+class Recommends(Untied):
+    """Is trained by another method than forward."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return self.proj(self.words(ids)) @ self.words.weight.t()
+
+
+class RecommendsByItself(Recommends):
+    def loss(self, ids: Tensor) -> Tensor:
+        table = self.words
+        return self(ids) @ table.weight.t()
+
+
+class RecommendsByMethods(Recommends):
+    def loss(self, ids: Tensor) -> Tensor:
+        return self.encode(ids) @ torch.cat([self.words.weight]).t()
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.proj(self.words(ids))
+
+
+class RecommendsByAnother(Recommends):
+    """Its output layer has the embedding under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: Any = Output()
+        self.output.table = self.words
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return self.output(self(ids))
+
+
+class Output(nn.Module):
+    table: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.weight.t()
+
+
+class RecommendsByAList(Recommends):
+    """Its output layer has the embedding in a list, which is not part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [self.proj, (self.words, self.proj)]
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return self(ids) @ self.held[1][0].weight.t()
+
+
+class Resizes(Recommends):
+    """Its other methods compute nothing with the weight."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return self(ids).to(self.words.weight)
+
+    def resize(self, rows: int) -> Tensor:
+        return nn.Embedding(rows, 4, _weight=self.words.weight.detach().repeat(2, 1)[:rows]).weight
+
+    def reset(self) -> None:
+        self.proj.reset_parameters()
+        nn.init.normal_(self.words.weight)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Recommends, RecommendsByItself, RecommendsByMethods, RecommendsByAnother),
+        *(RecommendsByAList, Resizes),
+    ],
+)
+def test_embeddings_that_other_methods_than_forward_read(kind: type[nn.Module], caplog):
+    model: Any = kind()
+    said = warnings_of(model, caplog, ["words", "proj"], "which lacks the update unless merged")
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_A)
+        nn.init.normal_(layer.lora_B)
+    ids = torch.arange(6)
+    adapted = model.loss(ids)
+    is_other = not torch.allclose(lora.merge(model).loss(ids), adapted, atol=1e-4)
+    assert is_other == bool(said) == (kind is not Resizes)
+
+
+class Bilinear(nn.Module):
+    """Computes with a stack of matrices in two methods, one of which is forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.relations = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(self.proj(x))
+
+    def score(self, x: Tensor) -> Tensor:
+        return torch.einsum("ti,roi->tro", x, self.relations)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return torch.einsum("ti,rio->tro", self.proj(x), self.relations)
+
+    def penalty(self) -> Tensor:
+        return self.relations.square().mean()
+
+
+class CallsForwardInItsLoss(Bilinear):
+    def loss(self, x: Tensor) -> Tensor:
+        assert len(x) < self.relations.size(0)
+        return self(x)
+
+
+@pytest.mark.parametrize("kind", [Bilinear, CallsForwardInItsLoss])
+def test_stacks_that_other_methods_than_forward_read(kind: type[nn.Module], caplog):
+    model: Any = kind()
+    said = warnings_of(model, caplog, ["relations"], "in methods other than forward")
+    model.loss(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert (model.relations_lora.lora_B.grad is None) == bool(said) == (kind is Bilinear)
+    assert said in (
+        [],
+        [
+            "the source of Bilinear also reads relations in methods other than forward, where an "
+            "update has no effect unless merged: leave out 'relations', or compute with it in "
+            "forward alone"
+        ],
+    )
 
 
 # ---- stacks of matrices ----

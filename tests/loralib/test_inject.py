@@ -431,6 +431,14 @@ def tied_to_the_model():
     return model
 
 
+def with_copied_parameters():
+    """As in a copy of a scripted module, or a module that learn2learn has cloned."""
+    model = AnyModel()
+    layer = model.layers[0].q_proj
+    layer._parameters["weight"] = layer.weight.clone()
+    return model
+
+
 def built_in_inference_mode():
     with torch.inference_mode():
         return AnyModel()
@@ -568,6 +576,7 @@ WRONG = {
         "q_proj shares a weight with the model itself, which would be trained as well",
     ),
     "inference": (built_in_inference_mode, {}, "is an inference tensor"),
+    "no leaves": (with_copied_parameters, {}, r"layers\.0\.q_proj\.weight was computed from other"),
     "compiled": (lambda: torch.compile(AnyModel()), {}, "the model is wrapped or compiled"),
     "compiled in place": (compiled_in_place, {}, "layers.0 is wrapped or compiled already"),
     "DataParallel": (lambda: nn.DataParallel(AnyModel()), {}, "wrapped .* [(]DataParallel[)]"),

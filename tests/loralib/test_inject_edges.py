@@ -1,5 +1,7 @@
 """Tests of add_lora and remove_lora on unusual models, and in unusual orders of calls."""
 
+import pickle
+
 import pytest
 import torch
 from any_models import AnyModel, assert_add_lora_refuses, ids, names_of
@@ -90,6 +92,57 @@ def test_running_statistics_that_are_not_saved_are_named(tmp_path, caplog):
     assert "norm.running_mean" in adapter_of(model).tensors
     remarks = lora.save_adapter(model, tmp_path / "b.safetensors")
     assert not [remark for remark in remarks if "statistics" in remark]
+
+
+class Quantizer(nn.Module):
+    """Moves its codes in training mode, as vector quantizers do, and counts."""
+
+    def __init__(self, has_parameters=False):
+        super().__init__()
+        self.register_buffer("codes", torch.eye(4))
+        self.register_buffer("used", torch.zeros(4), persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if has_parameters:
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if self.training:
+            self.codes.data += 1
+            self.used += 1
+            self.steps += 1
+        return x @ self.codes
+
+
+def remarks_on_buffers(model, path):
+    return [remark for remark in lora.save_adapter(model, path) if "buffer" in remark]
+
+
+@pytest.mark.parametrize("has_parameters", [False, True])
+def test_buffers_that_change_in_training_are_named(tmp_path, has_parameters):
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "vq": Quantizer(has_parameters)})
+    lora.add_lora(model, "a", r=1)
+    assert not remarks_on_buffers(model, tmp_path / "a.safetensors")
+    model["vq"](torch.ones(1, 4))
+    (remark,) = remarks_on_buffers(model, tmp_path / "a.safetensors")
+    names = ", or name it in modules_to_train" if has_parameters else ""
+    assert remark.startswith("1 buffer of the base (vq.codes) changed since add_lora, as some do ")
+    assert f": keep its module in eval(){names}; now, torch.save(" in remark
+    copied = pickle.loads(pickle.dumps(model))
+    assert remarks_on_buffers(copied, tmp_path / "a.safetensors") == [remark]
+    lora.start_from_weights(copied)
+    assert not remarks_on_buffers(copied, tmp_path / "a.safetensors")
+    model["vq"].bfloat16()
+    assert not remarks_on_buffers(model, tmp_path / "a.safetensors")
+    plain = [*vars(Quantizer())]
+    lora.remove_lora(model)
+    assert [*vars(model["vq"])] == plain
+
+
+def test_buffers_of_modules_that_are_trained_are_saved(tmp_path):
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "vq": Quantizer(has_parameters=True)})
+    lora.add_lora(model, "a", r=1, modules_to_train="vq")
+    model["vq"](torch.ones(1, 4))
+    assert not remarks_on_buffers(model, tmp_path / "a.safetensors")
 
 
 def test_for_running_statistics_without_parameters_no_training_is_suggested(tmp_path):
