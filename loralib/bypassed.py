@@ -34,6 +34,9 @@ _ABOUT = {
 }
 
 
+_WITH_A_WEIGHT = "_conv_forward"  # PyTorch's method that computes with a weight that it is given
+
+
 class _Read(NamedTuple):
     """A module's forward that computes with the weight of a layer, or with a stack, itself.
 
@@ -171,10 +174,10 @@ def _methods_that_use(kind: type, attribute: str, but_for: Collection[str] = ())
         is_special = name.startswith("__") and name != "__call__"
         if is_special or name in but_for or not isinstance(method, FunctionType):
             continue
-        if attribute in _names_in(method.__code__) and (uses := uses_of(method)) is not None:
-            reached = (use for each in uses_reached(kind, name).values() for use in each or ())
+        if attribute in _names_in(method.__code__):
+            reached = (use for each in uses_reached(kind, name).values() for use in each.found)
             called = [(name,), *(use.chain for use in reached if use.is_called)]
-            found.append(_Method([use.chain for use in uses], called))
+            found.append(_Method([use.chain for use in uses_of(method).found], called))
     return found
 
 
@@ -221,13 +224,13 @@ def _used_in_call(value: object, known: _Known) -> Iterator[tuple[object, Chain]
         code = value.__code__
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if (code, name) not in known:
-                known[code, name] = uses_from(value, (name,)) or []
+                known[code, name] = uses_from(value, (name,)).found
             with suppress(ValueError):  # nothing is assigned to this variable yet
                 yield from ((cell.cell_contents, use.chain) for use in known[code, name])
     else:
         call = inspect.getattr_static(type(value), "__call__", None)
         if type(call) is FunctionType:
-            yield from ((value, use.chain) for use in uses_of(call) or ())
+            yield from ((value, use.chain) for use in uses_of(call).found)
 
 
 def _owners_of_weight(begin: object, chain: Chain) -> list[object]:
@@ -355,7 +358,8 @@ def _may_call(chain: Chain, part: Chain, kinds: list[type]) -> bool:
             return False
         if length == len(chain):
             return True
-        if hasattr(inspect.getattr_static(kind, chain[length], None), "__get__"):
+        is_method = hasattr(inspect.getattr_static(kind, chain[length], None), "__get__")
+        if is_method and chain[length] != _WITH_A_WEIGHT:
             return True
     return False
 

@@ -44,74 +44,87 @@ class Use(NamedTuple):
     is_certain: bool
 
 
+class Uses(NamedTuple):
+    """What code does with a variable.
+
+    Args:
+        found: the attributes that it uses.
+        are_all: False if some may be missing: the code has no source, uses `super`, or uses the
+            variable as a whole, as when it passes it to a function.
+    """
+
+    found: list[Use]
+    are_all: bool
+
+
+_UNKNOWN = Uses([], are_all=False)
+
+
 def used_in_forward(kind: type) -> list[Use]:
     """Returns the attributes of `self` that a class's forward and the methods it calls use.
 
     Returns none at all if some may be missing.
     """
     reached = uses_reached(kind, "forward")
-    if None in reached.values():
+    if not all(uses.are_all for uses in reached.values()):
         return []
-    found = {name: uses or [] for name, uses in reached.items()}
     certain = ["forward"]
     for name in certain:
-        first = [use.chain[0] for use in found.get(name, ()) if use.is_certain and use.is_called]
-        certain += [each for each in first if each in found and each not in certain]
+        uses = reached[name].found if name in reached else []
+        called = [use.chain[0] for use in uses if use.is_certain and use.is_called]
+        certain += [each for each in called if each in reached and each not in certain]
     return [
         use._replace(is_certain=use.is_certain and name in certain)
-        for name, uses in found.items()
-        for use in uses
+        for name, uses in reached.items()
+        for use in uses.found
     ]
 
 
-def uses_reached(kind: type, method: str) -> dict[str, list[Use] | None]:
+def uses_reached(kind: type, method: str) -> dict[str, Uses]:
     """Returns what a method of a class, and those of its methods that it calls, do with `self`.
 
-    Returns:
-        The name of each of them -> what it uses; None if some of that may be missing, as for a
-        property.
+    Of a property, nothing is known.
     """
-    found: dict[str, list[Use] | None] = {}
+    found: dict[str, Uses] = {}
     names = [method]
     for name in names:
         value: Any = inspect.getattr_static(kind, name, None)
         if name in found or not hasattr(value, "__get__"):
             continue
-        found[name] = uses_of(inspect.unwrap(value)) if isinstance(value, FunctionType) else None
-        names += [use.chain[0] for use in found[name] or ()]
+        is_method = isinstance(value, FunctionType)
+        found[name] = uses_of(inspect.unwrap(value)) if is_method else _UNKNOWN
+        names += [use.chain[0] for use in found[name].found]
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def uses_of(method: FunctionType) -> list[Use] | None:
+def uses_of(method: FunctionType) -> Uses:
     """Returns what a method does with `self`, see `uses_from`."""
     return uses_from(method, method.__code__.co_varnames[:1])
 
 
-def uses_from(function: FunctionType, own: tuple[str, ...]) -> list[Use] | None:
+def uses_from(function: FunctionType, own: tuple[str, ...]) -> Uses:
     """Returns what code does with a variable, also by others that hold one of its attributes.
 
-    Returns None if some may be missing: the function has no source, uses `super`, or uses the
-    variable as a whole, as when it passes it to a function. Also for functions of PyTorch and of
-    this package, which handle updates themselves.
+    Nothing is known of functions of PyTorch and of this package, which handle updates themselves.
 
     Args:
         function: the method, or another function.
         own: the variable's name; empty if there is none.
     """
     if (function.__module__ or "").partition(".")[0] in ("torch", __package__):
-        return None
+        return _UNKNOWN
     try:
         source = inspect.getsource(function)
         is_indented = source[:1].isspace()
         tree = ast.parse(f"if True:\n{source}" if is_indented else source)
     except (OSError, SyntaxError, tokenize.TokenError):
-        return None
+        return _UNKNOWN
     reader = _Reader(own, tree)
     body = tree.body[0].body if is_indented and isinstance(tree.body[0], ast.If) else tree.body
     for statement in body:
         reader.visit(statement)
-    return reader.uses if reader.is_complete else None
+    return Uses(reader.uses, reader.is_complete)
 
 
 class _Reader(ast.NodeVisitor):

@@ -112,6 +112,16 @@ class ReadsByNumber(Listed):
         return F.linear(F.linear(x, self.layers[0].proj.weight), self.layers[-1]["proj"].weight)
 
 
+class ReadsAKernel(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj: Any = nn.Conv1d(1, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.proj.weight - self.proj.weight.mean()
+        return self.other(self.proj._conv_forward(x[:, None], kernel, self.proj.bias)[..., 0])
+
+
 class ReadsOfAVariable(Net):
     def forward(self, x: Tensor) -> Tensor:
         layer = self.proj
@@ -254,7 +264,8 @@ class SharesIt(nn.Module):
 
 NEVER_CALLED = [
     *(Reads, ReadsAView, ReadsDtypeToo, ReadsInAnotherMethod, ReadsDecorated, Inherits),
-    *(ReadsInAFunction, ReadsByIndex, ReadsByNumber, ReadsOfAVariable, ReadsInALoop, ReadsAll),
+    *(ReadsInAFunction, ReadsByIndex, ReadsByNumber, ReadsAKernel, ReadsOfAVariable),
+    *(ReadsInALoop, ReadsAll),
 ]
 CALLED = [
     *(Net, CallsAndReads, CallsForward, CallsAVariable, CallsInParent, CallsByName),
@@ -846,6 +857,13 @@ class Output(nn.Module):
         return x @ self.table.weight.t()
 
 
+class RecommendsInAChild(Recommends):
+    """What else its parent's method does is not known."""
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) @ self(ids).t() @ self.words.weight
+
+
 class RecommendsByAList(Recommends):
     """Its output layer has the embedding in a list, which is not part of the model."""
 
@@ -875,7 +893,7 @@ class Resizes(Recommends):
     "kind",
     [
         *(Recommends, RecommendsByItself, RecommendsByMethods, RecommendsByAnother),
-        *(RecommendsByAList, Resizes),
+        *(RecommendsInAChild, RecommendsByAList, Resizes),
     ],
 )
 def test_embeddings_that_other_methods_than_forward_read(kind: type[nn.Module], caplog):
