@@ -133,6 +133,19 @@ class HookedLinear(OfTensor):
         return self.head(self.up(x))
 
 
+class TanhLinear(nn.Linear):
+    """Changes its input in place, which a plain linear layer does not."""
+
+    def forward(self, input):
+        return super().forward(input.tanh_())
+
+
+class OfTanhLinear(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = TanhLinear(WIDTH, 3)
+
+
 class OfChangedLinear(OfTensor):
     """The forward of its head, and of copies of that, has been replaced on the instance."""
 
@@ -155,7 +168,7 @@ def tanh_first(layer, input):
     return F.linear(input.tanh_(), layer.weight, layer.bias)
 
 
-TAKE_TENSORS = (OfTensor, Hooked, OfLinear, HookedLinear, OfChangedLinear)
+TAKE_TENSORS = (OfTensor, Hooked, OfLinear, HookedLinear, OfTanhLinear, OfChangedLinear)
 OTHERS = {OfMapping: "dict", OfUserDict: "UserDict", OfList: "list", OfTuple: "tuple"}
 
 
@@ -258,9 +271,13 @@ def test_heads_in_a_module_without_a_forward_are_computed_one_by_one(kind):
 class CallsParts(OfTensor):
     """Calls the layers of its head, and not the head."""
 
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.ELU(), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+
     def forward(self, x, whole=False):
         x = self.up(x)
-        return self.head(x) if whole else self.head[1](self.head[0](x))
+        return self.head(x) if whole else self.head[1][0](self.head[0](x))
 
 
 def test_a_head_whose_parts_are_called_without_it_is_refused():
@@ -271,7 +288,7 @@ def test_a_head_whose_parts_are_called_without_it_is_refused():
     bank.add("a", adapter_of(own))
     bank.add("b", adapter_of(own))  # its head is a copy of one with hooks
     bank.add("headless", adapter_of(without))
-    message = r"^the model calls head\.1 by itself, and not head as a whole, which an adapter repl"
+    message = r"^the model calls head\.1\.0 by itself, and not head as a whole, which an adapter re"
     with torch.no_grad():
         expected = plain(x)
         for names in ("a", ["headless", "headless", "b"]):
@@ -283,6 +300,41 @@ def test_a_head_whose_parts_are_called_without_it_is_refused():
         with bank.use("headless"):
             assert torch.equal(plain(x), expected)
         assert torch.equal(plain(x), expected)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8), 1, nn.LayerNorm(WIDTH)),
+        nn.TransformerEncoderLayer(WIDTH, 2, 8),
+        nn.MultiheadAttention(WIDTH, 2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_modules_with_a_fast_path_get_no_hooks_inside(layer):
+    """With hooks there, PyTorch would not take that path, also without an adapter in use."""
+    plain = OfTensor().eval()
+    plain.head = nn.Sequential(nn.Sequential(layer), nn.Linear(WIDTH, WIDTH)).eval()
+    lora.AdapterBank(plain).add("a", adapter_of(trained(plain)))
+    hooked = [name for name, module in plain.head.named_modules() if module._forward_hooks]
+    assert hooked == ["", "1"]
+
+
+class OfTwoHeads(OfTensor):
+    """The name of one of its heads begins with the name of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_2 = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.head_2(x) + self.head(input=x)
+
+
+def test_a_head_whose_name_begins_with_another_one_s():
+    plain, x = OfTwoHeads().eval(), torch.randn(3, WIDTH)
+    with_adapter(plain, trained(plain, ["head", "head_2"]), x)
 
 
 class ReadsItsHead(OfTensor):
@@ -462,18 +514,25 @@ class OfItself(nn.Module):
 
 
 class CallsItsHead(OfTensor):
+    by_name = False
+
     def __init__(self):
         super().__init__()
         self.head = OfItself()
 
     def forward(self, x, whole=True):
-        return (self.head if whole else self.head.linear)(self.up(x))
+        x = self.up(x)
+        if not whole:
+            return self.head.linear(x)
+        return self.head(x=x, depth=1) if self.by_name else self.head(x, 1)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("names", ["a", "aab"])
-def test_a_head_may_call_itself_and_fail(names):
+def test_a_head_may_call_itself_and_fail(names, by_name):
     """A failed call leaves nothing behind, although it was in a block that goes on."""
     plain, x = CallsItsHead().eval(), torch.randn(3, WIDTH)
+    plain.by_name = by_name
     own = {name: trained(plain) for name in "ab"}
     bank = lora.AdapterBank(plain)
     for name, model in own.items():
