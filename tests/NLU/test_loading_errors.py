@@ -20,6 +20,7 @@ from transformers import (
     RobertaForSequenceClassification,
     RobertaModel,
     file_utils,
+    weight_files,
 )
 from transformers.weight_files import read_weights
 
@@ -207,6 +208,29 @@ def test_broken_and_missing_shards_are_refused(tmp_path, format):
     with fails(CheckpointError, f"names the shard {second.name}, which is missing") as caught:
         AutoModel.from_pretrained(folder)
     is_one_line(caught)
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_weights_that_are_not_in_the_cache_are_named_so_in_offline_mode(
+    tmp_path, monkeypatch, shards
+):
+    """As after a download that was interrupted: the repository may well have them."""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "first.safetensors"}}))
+    monkeypatch.setattr(
+        weight_files,
+        "resolve_file",
+        lambda name, file, **where: index if shards and file == index.name else None,
+    )
+    what = "names the shard first.safetensors, which is missing" if shards else "has no weights"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with fails((CheckpointError, OSError), f"{what} in the cache, and offline mode is on"):
+        read_weights("org/model")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    with fails((CheckpointError, OSError), what) as caught:
+        read_weights("org/model")
+    assert "offline" not in str(caught.value)
 
 
 @pytest.mark.parametrize("shard", ["../model.safetensors", "{}/model.safetensors", "a/b.bin"])

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from loralib.errors import CheckpointError
-from loralib.io.hub import commit_of, resolve_file
+from loralib.io.hub import commit_of, is_offline_mode, resolve_file
 from loralib.io.tensors import read_tensors
 from loralib.text import counted, listed
 
@@ -45,9 +45,17 @@ def read_weights(
             return read_tensors(path, verify)[0]
         return _read_shards(name_or_path, path, verify, **where)
     raise OSError(
-        f"'{name_or_path}' has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, "
-        "nor an index of shards"
+        f"'{name_or_path}' has no weights{_if_not_asked(name_or_path, **where)}: neither "
+        f"{SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of shards"
     )
+
+
+def _if_not_asked(name: str, local_files_only: bool = False, **_: Any) -> str:
+    """Returns text that says that only the cache was looked into; "" for a folder or if online."""
+    if os.path.isdir(name) or not (local_files_only or is_offline_mode()):
+        return ""
+    why = "local_files_only is set" if local_files_only else "offline mode is on"
+    return f" in the cache, and {why}"
 
 
 def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> dict[str, Tensor]:
@@ -65,7 +73,8 @@ def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> 
             raise CheckpointError(f"{index}: '{shard}' is not the name of a file next to it")
         path = resolve_file(name_or_path, shard, **where)
         if path is None:
-            raise CheckpointError(f"{index}: names the shard {shard}, which is missing")
+            missing = f"missing{_if_not_asked(name_or_path, **where)}"
+            raise CheckpointError(f"{index}: names the shard {shard}, which is {missing}")
         tensors.update(read_tensors(path, verify)[0])
     absent = weight_map.keys() - tensors.keys()
     if absent:
