@@ -7,6 +7,7 @@ from compare import assert_same_bits, rounding
 from torch import nn
 from trainer_runs import collate, make_data, sequence, trained, without_runtimes
 
+import loralib as lora
 from loralib.errors import CheckpointError
 from transformers import Trainer, TrainingArguments, TrainingError
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -198,6 +199,40 @@ def test_another_module_s_checkpoint_is_refused(make, tmp_path):
     other.layers[3] = nn.Linear(8, 7)
     with pytest.raises(CheckpointError, match=r"does not fit the model: .*layers\.3\.weight"):
         make(other).train(str(tmp_path / "out" / "checkpoint-5"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"lora_alpha": 8}, r"with the LoRA scaling of layers\.0 2\.0, but this run has 4\.0"),
+        ({"variant": "rslora"}, r"LoRA scaling of layers\.0 2\.0, but this run has 2\.8284"),
+        ({"lora_dropout": 0.5}, r"LoRA dropout of layers\.0 0\.0, but this run has 0\.5"),
+    ],
+)
+def test_other_settings_of_lora_are_refused(make, tmp_path, change, message):
+    """The checkpoint's tensors do not show them."""
+
+    def adapted(**change):
+        model = Net()
+        lora.add_lora(model, targets=["layers.0"], **{"r": 2, "lora_alpha": 4, **change})
+        return model
+
+    make(adapted(), save_strategy="epoch", num_train_epochs=1).train()
+    trainer, checkpoint = make(adapted(**change)), str(tmp_path / "out" / "checkpoint-5")
+    if message is None:
+        assert trainer.train(checkpoint).global_step == 10
+        return
+    with pytest.raises(CheckpointError, match=message):
+        trainer.train(checkpoint)
+
+
+def test_an_optimizer_made_before_lora_is_refused(make):
+    model = Net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    lora.add_lora(model, targets=["layers.0"], r=2, lora_alpha=4)
+    with pytest.raises(ValueError, match=r"has none of the model's trainable .* LoRA is added"):
+        make(model, optimizers=(sgd, None)).train()
 
 
 def test_another_optimizer_s_checkpoint_is_refused(make, tmp_path):

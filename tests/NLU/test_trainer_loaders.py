@@ -420,6 +420,18 @@ def test_training_twice_starts_a_second_run(make):
     assert line_of(trainer) != first
 
 
+def test_arguments_that_replace_the_first_ones_are_used(make, tmp_path):
+    trainer = make()
+    new = {"save_strategy": "epoch", "max_steps": 5, "bf16": True, "disable_tqdm": True}
+    trainer.args = TrainingArguments(str(tmp_path / "new"), report_to=[], **new)
+    trainer.train()
+    assert trainer.precision.dtype is torch.bfloat16
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"checkpoint-3", "checkpoint-5"}
+    trainer.args.learning_rate = 1.0
+    with pytest.raises(CheckpointError, match="a run with --learning_rate 5e-05, but this run has"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_training_after_an_interrupt_starts_without_its_gradients(make):
     class Interrupting(TrainerCallback):
         def on_substep_end(self, args, state, control, **given):

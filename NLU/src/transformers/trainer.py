@@ -369,12 +369,23 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         )
 
     def _prepare_optimizer(self, max_steps: int) -> None:
-        """Makes an optimizer and a schedule for this run, unless the user gave them."""
+        """Makes an optimizer and a schedule for this run, unless the user gave them.
+
+        Raises:
+            ValueError: the user's optimizer would train nothing.
+        """
         for name, made in self._made.items():
             if getattr(self, name) is made:  # from an earlier run, whose schedule has ended
                 setattr(self, name, None)
         own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
         self.create_optimizer_and_scheduler(max_steps)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if trained and not any(id(p) in held for p in trained):
+            raise ValueError(
+                "the optimizer has none of the model's trainable parameters: make it of this "
+                "model's, and after LoRA is added"
+            )
         self._made = {name: getattr(self, name) for name in own}
 
     def _wrap(self) -> None:
@@ -483,6 +494,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
         self._set_up_trial(trial)
+        if self.checkpoints.args is not self.args:  # replaced since
+            self.checkpoints.args = self.args
+            self._follow_settings()
+            self._use_model(self.model)
         if self.model_init is not None:
             self._follow_settings()  # a trial may have changed them
             set_seed(self.args.seed)

@@ -25,6 +25,7 @@ from loralib.errors import CheckpointError
 from loralib.io.atomic import replacing_folder
 from loralib.io.structure import check_structure
 from loralib.io.tensors import write_torch
+from loralib.lora_layer import lora_layers
 from loralib.training.agreement import check_same_weights
 from loralib.training.cuda_graphs import goes_on_without
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
@@ -222,7 +223,7 @@ class Checkpoints:
             for name, parameter in run.model.named_parameters()
             if parameter.grad is not None
         }
-        begun = run.progress.epoch_rng
+        begun, lora = run.progress.epoch_rng, _lora_settings(run.model)
         return {
             "progress": run.progress.state_dict(),
             "pending_gradients": pending,
@@ -232,6 +233,7 @@ class Checkpoints:
             **({} if begun is None else {"epoch_rng": begun}),
             **({} if run.data is None else {"rows": run.data}),
             "collator": dict(run.collator),
+            **({"lora": lora} if lora else {}),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -348,7 +350,7 @@ class Checkpoints:
         warn_of_other_threads(own["threads"], self.args.device)
 
     def _check_data(self, path: Path, run: RunState, saved: dict[str, Any]) -> None:
-        """Refuses to resume on other data, or with another data collator.
+        """Refuses to resume on other data, or with another data collator or LoRA.
 
         Args:
             path, run: as in `resume`.
@@ -361,8 +363,9 @@ class Checkpoints:
                 f"{path}: belongs to a run on other data with the same number of examples: to "
                 f"resume it, give the same data and --max_seq_length, or {NEW_RUN}"
             )
-        collator = saved["collator"]
-        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
+        lora = _lora_settings(run.model)
+        for before, now in ((saved["collator"], run.collator), (saved.get("lora", {}), lora)):
+            check_same_run(path, before, {n: now.get(n) for n in before}, _SAME_SETTING)
 
     def _check_layout(self, path: Path, saved: dict[str, int], layout: dict[str, int]) -> None:
         """Refuses to resume if an epoch's steps have changed, and warns of other changes.
@@ -394,7 +397,8 @@ class Checkpoints:
         path = path / _process_state_name(index)
         with _naming_damaged_file(path):
             example = self._process_state(run)
-            example.pop("rows", None)  # a run on a stream saves no digest
+            for name in ("rows", "lora"):  # a run on a stream saves no digest
+                example.pop(name, None)
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if own["progress"]["step"] != step:
                 raise ValueError(
@@ -427,6 +431,19 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
         }
         for source, filled in ((config, saved), (own, own))
     )
+
+
+def _lora_settings(model: nn.Module) -> dict[str, float]:
+    """Returns the settings of LoRA's layers that their tensors do not show, by what they are.
+
+    A model of this package has them in its configuration, see `_model_settings`.
+    """
+    settings: dict[str, float] = {}
+    for name, layer in {} if isinstance(model, PreTrainedModel) else lora_layers(model).items():
+        settings[f"the LoRA dropout of {name}"] = getattr(layer.lora_dropout, "p", 0.0)
+        if not isinstance(layer.scaling, nn.Parameter):
+            settings[f"the LoRA scaling of {name}"] = float(layer.scaling)
+    return settings
 
 
 def _changed_beside_processes(saved: dict[str, int], layout: dict[str, int]) -> list[str]:
