@@ -78,7 +78,8 @@ def note_frozen(model: nn.Module) -> None:
     """
     for module in model.modules():
         vars(module)[_FROZEN] = True
-        vars(module).setdefault(_BUFFERS, _digests(module))
+        if _BUFFERS not in vars(module):
+            vars(module)[_BUFFERS] = _digests(module)
 
 
 def note_buffers(model: nn.Module) -> None:
