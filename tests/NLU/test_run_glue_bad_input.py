@@ -29,6 +29,7 @@ def bad(tmp_path, tiny_glue, trained):
         )
     write(tmp_path / "integers.csv", [{"review": "a", "label": 0}, {"review": "b", "label": 1}])
     write(tmp_path / "floats.csv", [{"review": "a", "label": 0.0}, {"review": "b", "label": 1.0}])
+    write(tmp_path / "scores.csv", [{"review": "a", "label": 0.5}, {"review": "b", "label": 1.0}])
     write(tmp_path / "good.csv", rows)
     write(tmp_path / "unknown.csv", [*rows, {**rows[0], "label": "perhaps"}])
     write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
@@ -371,6 +372,10 @@ BAD = {
     "own: two kinds of labels": (
         f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
         "floats.csv; if they are classes, write them without a point, as in 0, 1",
+    ),
+    "own: two kinds of labels, not all whole": (
+        f"{TRAIN_OWN}/scores.csv --do_eval --validation_file {{tmp}}/integers.csv",
+        "integers.csv; if all are scores, write them with a point, as in 1.0",
     ),
     "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
     "own: another file type": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),

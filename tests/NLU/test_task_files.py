@@ -213,6 +213,13 @@ def test_errors_in_sentences_are_named(tmp_path, suffix, name):
     assert f"{path}: {message}" in error_of(sentences, table_of(path, [*SENTENCES, row]))
 
 
+def test_a_number_that_stands_for_no_tag_is_an_error(tmp_path):
+    """As in data that is already prepared for the loss, which leaves out -100."""
+    rows = [{"tokens": ["Ann", "ran"], "ner_tags": [1, -100]}]
+    message = "row 1: tag 2 of its ner_tags is missing or not a tag (-100)"
+    assert message in error_of(sentences, table_of(tmp_path / "train.json", rows))
+
+
 def test_an_unknown_tag_is_an_error(tmp_path):
     train = table_of(tmp_path / "train.json", SENTENCES)
     dev = table_of(tmp_path / "dev.json", [SENTENCES[0], sentence("at Shell", "O B-ORG")])

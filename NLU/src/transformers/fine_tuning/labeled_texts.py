@@ -154,9 +154,10 @@ def _numbered(
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(
-            f"some labels are classes and others are scores: {listed}{_without_points(whole)}"
+        way_out = (
+            _without_points(whole) or "; if all are scores, write them with a point, as in 1.0"
         )
+        raise ValueError(f"some labels are classes and others are scores: {listed}{way_out}")
     if any(scores.values()):
         if not is_training:
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.text import as_json, in_short
 
+from ..modeling_losses import IGNORED_LABEL
 from .data_sets import Table
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _check_counts(table: Table, words: str, tags: str) -> None:
                 row, f"has {len(row_words)} words in {words}, but {len(row_tags)} tags in {tags}"
             )
         for number, tag in enumerate(row_tags, start=1):
-            if tag is None or tag == "" or not isinstance(tag, str | int):
+            if tag in (None, "", IGNORED_LABEL) or not isinstance(tag, str | int):
                 raise table.wrong(
                     row, f"tag {number} of its {tags} is missing or not a tag ({as_json(tag)})"
                 )
