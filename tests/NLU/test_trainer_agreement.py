@@ -4,9 +4,11 @@ import runpy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from paths import ROOT
 from trainer_runs import make_data
 
+import loralib as lora
 import transformers.trainer as trainer_module
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -76,6 +78,14 @@ def test_settings_data_and_weights_of_an_evaluation_are_compared(make_trainer, c
     assert compared.pop("weights") is model
     check_same_evaluation(arguments, None, about_examples("to evaluate on", None, None))
     assert "weights" not in compared
+
+
+def test_settings_of_lora_in_any_module_are_compared(compared):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    lora.add_lora(model, targets=["0"], r=2, lora_alpha=4)
+    check_same_evaluation(two_processes(), model, {})
+    expected = {"the LoRA scaling of 0": 2.0, "the LoRA dropout of 0": 0.0, "weights": model}
+    assert compared == expected
 
 
 def test_settings_without_effect_may_differ(make_trainer, compared):

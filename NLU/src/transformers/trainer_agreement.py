@@ -18,7 +18,7 @@ from loralib.training.output import appears
 from .configuration_utils import PretrainedConfig
 from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
-from .trainer_checkpoint import TRAINER_STATE_NAME
+from .trainer_checkpoint import TRAINER_STATE_NAME, lora_settings_of
 from .training_args import TrainingArguments
 
 # Flags that may differ between processes: where files are, what is logged, and local resources. The
@@ -83,7 +83,11 @@ def check_same_settings(
     Raises:
         TrainingError: a process has different settings or data.
     """
-    of_model = _of_config(model.config) if isinstance(model, PreTrainedModel) else {}
+    of_model: dict[str, Any] = {}
+    if isinstance(model, PreTrainedModel):
+        of_model = _of_config(model.config)
+    elif model is not None:
+        of_model = lora_settings_of(model)
     check_alike({**_flags(args.to_dict()), **of_model, **others}, args.world_size)
 
 

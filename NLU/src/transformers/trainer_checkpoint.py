@@ -223,7 +223,7 @@ class Checkpoints:
             for name, parameter in run.model.named_parameters()
             if parameter.grad is not None
         }
-        begun, lora = run.progress.epoch_rng, _lora_settings(run.model)
+        begun, lora = run.progress.epoch_rng, lora_settings_of(run.model)
         return {
             "progress": run.progress.state_dict(),
             "pending_gradients": pending,
@@ -363,7 +363,7 @@ class Checkpoints:
                 f"{path}: belongs to a run on other data with the same number of examples: to "
                 f"resume it, give the same data and --max_seq_length, or {NEW_RUN}"
             )
-        lora = _lora_settings(run.model)
+        lora = lora_settings_of(run.model)
         for before, now in ((saved["collator"], run.collator), (saved.get("lora", {}), lora)):
             check_same_run(path, before, {n: now.get(n) for n in before}, _SAME_SETTING)
 
@@ -433,7 +433,7 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
     )
 
 
-def _lora_settings(model: nn.Module) -> dict[str, float]:
+def lora_settings_of(model: nn.Module) -> dict[str, float]:
     """Returns the settings of LoRA's layers that their tensors do not show, by what they are.
 
     A model of this package has them in its configuration, see `_model_settings`.
