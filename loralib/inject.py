@@ -226,7 +226,7 @@ def add_lora(
         warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
         if is_first and modules_to_train is None:
             warn_of_task_heads(model)
-        warn_of_numbers(targets, names)
+        warn_of_numbers(model, targets, names)
         warn_of_no_initialization(model, adapted)
         warn_of_bypassed(model, names)
         warn_of_called_and_read(model, names)

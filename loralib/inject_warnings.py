@@ -16,6 +16,7 @@ from .stacks import stack_named
 from .targets import (
     ALL_LINEAR,
     Target,
+    all_linear,
     foreign_linear,
     guessed_head,
     is_any,
@@ -238,17 +239,19 @@ def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list
     return [part for each in inner for part in _frozen_parts(model, each, adapted)]
 
 
-def warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
+def warn_of_numbers(model: nn.Module, targets: Collection[Target], names: Iterable[str]) -> None:
     """Warns that a number as a target, as for nn.Sequential, also matches other modules.
 
     The names of these end in it by chance. Modules that another target matches too are intended, so
     there is no warning about them.
     """
+    linear = all_linear(model) if ALL_LINEAR in targets else []
     for target in targets:
         if not isinstance(target, str) or target not in names or not target.isdigit():
             continue
         rest = [each for each in targets if each not in (target, ALL_LINEAR)]
-        others = [n for n in names if n != target and matches(n, target) and not is_any(n, rest)]
+        meant = {target, *linear}
+        others = [n for n in names if matches(n, target) and n not in meant and not is_any(n, rest)]
         if others:
             logger.warning(
                 "'%s' means every module whose name ends in it, here %s as well: re.compile('%s') "

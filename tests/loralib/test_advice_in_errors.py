@@ -134,6 +134,8 @@ def test_a_model_built_with_lora_is_made_plain_by_merge():
     model = nn.Sequential(lora.Linear(4, 4, r=2))
     with pytest.raises(ValueError, match=r"^module 0 was built .*: merge makes it plain"):
         lora.remove_lora(model)
+    with pytest.raises(ValueError, match=r"^module 0 was built as a LoRA layer: leave it out"):
+        lora.add_lora(model, "0", r=2)
     assert type(lora.merge(model)[0]) is nn.Linear
 
 
@@ -157,6 +159,18 @@ class WordsForSequenceClassification(nn.Module):
 
 class WordsForImageClassification(WordsForSequenceClassification):
     pass
+
+
+class WordsForMultipleChoice(WordsForSequenceClassification):
+    pass
+
+
+class WordsForQuestionAnswering(WordsForSequenceClassification):
+    pass
+
+
+HEADS = [WordsForSequenceClassification, WordsForImageClassification]
+HEADS += [WordsForMultipleChoice, WordsForQuestionAnswering]
 
 
 class WordsForMaskedLM(WordsForSequenceClassification):
@@ -190,7 +204,7 @@ def warnings_of_heads(caplog):
         (["up", "out_proj", "pooler"], {}, ["classifier.dense"]),
     ],
 )
-@pytest.mark.parametrize("kind", [WordsForSequenceClassification, WordsForImageClassification])
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_head_that_stays_frozen_by_default_is_warned_of(caplog, kind, targets, settings, head):
     lora.add_lora(kind(), targets, r=2, **settings)
     (message,) = warnings_of_heads(caplog)
@@ -253,6 +267,7 @@ def nested():
         (["0", "1.*"], None, None),
         (["0", "*.0"], ("0", "1.0"), False),
         (["0", "1.0"], ("0", "1.0"), False),
+        (["0", "all-linear"], ("0", "1.0"), False),
         ("1.0", ("1.0",), False),
         ("*0", ("0", "1.0"), False),
     ],
@@ -281,6 +296,7 @@ def test_a_number_that_is_excluded_or_alone_is_not_warned_of(caplog):
     lora.add_lora(nested(), "0", r=2, exclude="1.0")
     lora.add_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0", r=2)
     lora.add_lora(nn.ModuleList([nested()]), "0.0", r=2)
+    lora.add_lora(nn.ModuleDict({"a": nested(), "b": nn.Sequential(nn.Linear(4, 4))}), "0", r=2)
     assert not caplog.records
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     assert lora.add_lora(model, ["0", "all-linear"], r=2) == ("0", "1")
