@@ -350,7 +350,7 @@ def check_rank(
     stacks = stacked_weights(model)
     for name, most in largest.items():
         rank = settings[name].r
-        if most is None or rank <= most:
+        if rank <= most:
             continue
         pattern = next((each for each in patterns if means(name, each, stacks)), None)
         owner = bypassed(model, [name]).get(name)
@@ -371,18 +371,18 @@ def check_rank(
         )
 
 
-def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int | None:
+def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int:
     """Returns the largest possible rank of a module's or stack's update.
 
     This is the smallest dimension of its weights as matrices, or of their slices with
-    `enable_lora`; None for a module without a weight of its own.
+    `enable_lora`.
     """
     module, stack = _holder(model, name)
     if stack is not None:
         return min(stack.shape[1:])
     sizes = [out_in_sizes(module, weight) for weight in _weights(module).values()]
     slices = len(settings.enable_lora)
-    return min((min(out // slices, inner) for out, inner in sizes), default=None)
+    return min(min(out // slices, inner) for out, inner in sizes)
 
 
 def check_tied(model: nn.Module, names: Iterable[str]) -> None:
