@@ -377,6 +377,14 @@ def test_linear_layers_of_other_classes_are_not_left_out_in_silence(caplog, sett
     assert [record.getMessage() for record in caplog.records] == [said] * bool(left)
 
 
+def test_of_linear_layers_of_other_classes_only_those_in_the_given_layers_are_named(caplog):
+    blocks = [{"a": nn.Linear(4, 4), "own": OwnLinear()} for _ in range(3)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(map(nn.ModuleDict, blocks))})
+    lora.add_lora(model, "all-linear", r=2, layers=[1])
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("'all-linear' leaves out layers.1.own, of classes")
+
+
 class StackedLinear(nn.Module):
     """Has a matrix for each position, as Moshi's."""
 

@@ -1028,6 +1028,7 @@ def test_layers_and_stacks_are_named_with_the_modules_that_read_them(caplog):
     of_layers, of_stack = warnings_of(model, caplog, targets)
     assert of_layers.startswith("the source of Experts, Reads reads the weight of ")
     assert of_stack.startswith("the source of ReadsStack reads 0.experts.up directly")
+    assert of_stack.endswith("leave out 'experts.up'")
 
 
 def test_no_warning_where_another_module_calls_the_stack_s_module(caplog):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from any_models import Conv1D
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import loralib as lora
@@ -172,6 +173,18 @@ def test_rows_of_zeros_are_refused_only_in_slices_that_are_adapted(row):
     expected = model(x)
     lora.add_lora(model, "0", **settings)
     torch.testing.assert_close(model(x), expected)
+
+
+def test_a_row_is_of_an_output_even_if_the_weight_is_held_as_in_by_out():
+    model = torch.nn.Sequential(Conv1D(9, 6))
+    with torch.no_grad():
+        model[0].weight[3] = 0  # an input that is not used
+    lora.add_lora(model, "0", r=RANK, variant="dora")
+    lora.remove_lora(model)
+    with torch.no_grad():
+        model[0].weight[:, 3] = 0
+    with pytest.raises(ValueError, match="module 0 has rows of zeros in its weight"):
+        lora.add_lora(model, "0", r=RANK, variant="dora")
 
 
 def test_a_model_of_fake_tensors():

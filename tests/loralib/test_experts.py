@@ -565,6 +565,12 @@ def with_forward(model):
     return model
 
 
+def with_complex_stack():
+    model = owned_by(nn.Module, **FORWARD)
+    model["owner"].stack = nn.Parameter(torch.ones(2, 4, 4, dtype=torch.complex64))
+    return model
+
+
 REFUSED = {
     "dropout": (
         Model,
@@ -583,6 +589,12 @@ REFUSED = {
         r"r = 9 is too large for layers.0.experts.down_proj, .* 8; lower it, or "
         r"give rank_pattern={'down_proj': 8}",
     ),
+    "rank of the inputs": (
+        Model,
+        {"targets": "gate_up_proj", "r": 9},
+        r"r = 9 is too large for layers.0.experts.gate_up_proj, .* 8; lower it",
+    ),
+    "complex": (with_complex_stack, {"targets": "stack"}, "owner.stack has complex weights"),
     "twice": (adapted, {}, "down_proj has LoRA already"),
     "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as a whole: "),
     "no forward": (

@@ -389,6 +389,12 @@ def with_a_zero_row():
     return with_query(layer)
 
 
+def without_weight():
+    layer = nn.Linear(8, 8)
+    layer.weight = None
+    return with_query(layer)
+
+
 def with_own_forward():
     model = AnyModel()
     module = model.layers[1].q_proj
@@ -474,6 +480,16 @@ WRONG = {
         {"r": 9},
         "r = 9 is too large for layers.0.q_proj, whose largest possible rank is 8",
     ),
+    "rank of a slice": (
+        AnyModel,
+        {"r": 5, "enable_lora": {"q_proj": [True, False]}},
+        "r = 5 is too large for layers.0.q_proj, whose largest possible rank is 4",
+    ),
+    "rank of an attention": (
+        lambda: nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4)}),
+        {"r": 5, "targets": "attention"},
+        "r = 5 is too large for attention, whose largest possible rank is 4",
+    ),
     "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
     "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),
     "alpha": (AnyModel, {"lora_alpha": -1}, "lora_alpha has to be a number above 0"),
@@ -547,6 +563,7 @@ WRONG = {
         {},
         r"has no weight that is a plain parameter: undo weight norm or pruning first .*, or le",
     ),
+    "no weight": (without_weight, {}, "layers.1.q_proj has no weight that is a plain parameter"),
     "no direction": (
         with_a_zero_row,
         {"variant": "dora"},

@@ -25,6 +25,7 @@ def test_out_proj_can_be_excluded_or_have_a_rank_of_its_own():
     attention = "encoder.layers.0.self_attn"
     model = AnyModel()
     assert lora.add_lora(model, attention, r=2, exclude="out_proj") == (attention,)
+    assert lora.add_lora(model, f"{attention}.out_proj", r=1) == (f"{attention}.out_proj",)
     model = AnyModel()
     lora.add_lora(model, attention, r=2, rank_pattern={"out_proj": 1})
     layer = model.get_submodule(attention)
@@ -247,6 +248,9 @@ def test_a_stack_s_update_is_in_the_mode_of_its_module(is_trained):
 def test_a_model_with_lora_in_a_parameter_s_name_is_refused():
     model = nn.ModuleDict({"flora_x": nn.Linear(8, 8), "a": nn.Linear(8, 8)})
     assert_add_lora_refuses(model, "flora_x.weight has 'lora_' in its name", "a", r=2)
+    model["built"] = lora.Linear(8, 8, r=2)
+    with pytest.raises(ValueError, match=r"flora_x\.weight has 'lora_' in its name"):
+        lora.add_lora(model, "a", r=2)
 
 
 def test_lora_layers_of_rank_zero_are_frozen_like_the_rest():

@@ -365,9 +365,17 @@ class Tripled(nn.MultiheadAttention):
         return 3 * out, weights
 
 
-def test_out_proj_of_an_attention_with_a_forward_of_its_own_is_refused():
-    model = nn.Sequential(Tripled(8, 2))
-    message = r"0\.out_proj belongs to a Tripled, which computes with its weight"
+class Norming(nn.MultiheadAttention):
+    """An attention with a method of its own, which the model may call."""
+
+    def norm(self):
+        return self.out_proj.weight.norm()
+
+
+@pytest.mark.parametrize("kind", [Tripled, Norming])
+def test_out_proj_of_an_attention_with_methods_of_its_own_is_refused(kind):
+    model = nn.Sequential(kind(8, 2))
+    message = rf"0\.out_proj belongs to a {kind.__name__}, which computes with its weight"
     assert_add_lora_refuses(model, message, "out_proj", r=2, kind=UnsupportedLayerError)
 
 

@@ -184,6 +184,13 @@ def steps(model):
         optimizer.zero_grad()
 
 
+def test_only_modules_in_half_precision_are_warned_of(caplog):
+    parts = [nn.Linear(8, 8), nn.LayerNorm(8).half(), nn.Linear(8, 8).bfloat16(), nn.LayerNorm(8)]
+    lora.add_lora(nn.Sequential(*parts), "0", r=R, modules_to_train=["1", "2", "3"])
+    said = "has module 1, module 2 in torch.bfloat16, torch.float16, which loses small steps"
+    assert said in caplog.text
+
+
 def test_modules_in_half_precision_are_warned_of_as_small_steps_are_lost(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).bfloat16()

@@ -186,6 +186,7 @@ def test_the_bias_of_an_adapted_layer_may_be_parametrized_but_not_its_update():
     for undo in (lora.merge, lora.remove_lora):
         with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
             undo(model)
+    assert lora.add_lora(model, "b", r=2) == ("b",)
     parametrize.remove_parametrizations(model.a, "lora_A", leave_parametrized=False)
     lora.remove_lora(model)
     assert set(model.a.parametrizations) == {"bias"}
