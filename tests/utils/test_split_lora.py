@@ -21,6 +21,7 @@ CONFIG = {
     "lora_r": 2,
     "lora_alpha": 4,
     "base_name_or_path": "roberta-base",
+    "base_revision": "v1",
     "finetuning_task": "rte",
     "text_columns": ["premise", "claim"],
     "id2label": {"1": "no", "0": "yes", "10": "never", "2": "maybe"},
@@ -87,7 +88,7 @@ def test_split(script, tmp_path, capsys, names, format, source, suffix):
         return
     info = adapter.metadata
     assert (info.rank, info.alpha, info.targets) == (2, 4, ("query_proj",))
-    assert (info.base, info.task) == ("roberta-base", "rte")
+    assert (info.base, info.base_revision, info.task) == ("roberta-base", "v1", "rte")
     assert info.labels == ("yes", "no", "maybe", "never")
     assert info.text_columns == ("premise", "claim")
     assert info.base_fingerprint == fingerprint(full_checkpoint("new"))

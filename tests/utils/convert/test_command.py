@@ -55,15 +55,17 @@ def test_targets_that_are_refused(failure, trained, tmp_path, target, format, re
     assert reason in failure(tmp_path / "in.safetensors", tmp_path / target, *flags)
 
 
+@pytest.mark.parametrize("named", ["folder", "file"])
 @pytest.mark.parametrize(("first", "second"), [("lora", "release"), ("release", "lora")])
-def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, first, second):
+def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, first, second, named):
     """It would be read instead of the new one. The same adapter may be there in another format."""
     given, folder = trained["roberta"], tmp_path / "folder"
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     convert(tmp_path / "in.safetensors", folder, "--to", first)
     line = failure(tmp_path / "in.safetensors", folder, "--to", second)
     assert "belongs to another adapter, which would be read instead of the new one" in line
-    convert(folder, folder, "--to", second, *(("--lora_alpha", 6) if second == "lora" else ()))
+    source = folder if named == "folder" else next(folder.iterdir())
+    convert(source, folder, "--to", second, *(("--lora_alpha", 6) if second == "lora" else ()))
     assert len(list(folder.iterdir())) == 2
 
 
@@ -159,6 +161,8 @@ def test_help(script, capsys):
         (["in.bin", "--info", "--to", "lora"], "--info writes nothing"),
         (["in.bin", "--info", "--base", "x"], "--info writes nothing"),
         (["in.bin", "--info", "--dtype", "float32"], "--info writes nothing"),
+        (["in.bin", "--info", "--task", "rte"], "--info writes nothing"),
+        (["in.bin", "--info", "--labels", "yes", "no"], "--info writes nothing"),
         (["in.bin", "out.bin", "--to", "plain"], "invalid choice: 'plain'"),
         (["in.bin", "out.bin", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["in.bin", "out.bin", "--lora_alpha", "many"], "invalid float value"),

@@ -69,6 +69,9 @@ def test_lora_is_extracted_from_a_full_encoder_checkpoint(convert, trained, tmp_
     found = read_adapter(tmp_path / "out.safetensors")
     assert_same_tensors(found.tensors, one.adapter.tensors)
     assert (found.metadata.alpha, found.metadata.labels) == (one.adapter.metadata.alpha, LABELS)
+    # If the folder has the adapter's own file as well, as after training, that file is read.
+    (tmp_path / "out.safetensors").rename(whole.with_name("pytorch_model_lora.safetensors"))
+    assert convert(whole.parent, "--info")["format"] == "lora"
 
 
 def sharded(trained, folder):

@@ -227,13 +227,14 @@ def test_out_may_follow_flags(convert, trained, tmp_path):
 
 
 def test_an_empty_folder_is_filled(convert, trained, tmp_path):
+    """Its name may have a dot in it."""
     given = trained["roberta"]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     for format in ("peft", "merged"):
-        (tmp_path / format).mkdir()
-        flags = ("--to", format, "--base", given.base)
-        convert(tmp_path / "in.safetensors", tmp_path / format, *flags)
-        assert any((tmp_path / format).iterdir())
+        folder = tmp_path / f"{format}.v1"
+        folder.mkdir()
+        convert(tmp_path / "in.safetensors", folder, "--to", format, "--base", given.base)
+        assert any(folder.iterdir())
 
 
 def test_settings_of_the_bases_own_head_are_dropped(convert, tmp_path):
