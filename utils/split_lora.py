@@ -257,8 +257,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
 
 def _is_in_checkpoint(target: Path, source: Path) -> bool:
     """Returns whether `target` is a file of the checkpoint `source`, directly or through links."""
-    own = source.resolve()
-    folders = {source, own} if source.is_dir() else {source.parent, own.parent}
+    folders = {source} if source.is_dir() else {source.parent, source.resolve().parent}
     files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
     return target.exists() and any(file.exists() and target.samefile(file) for file in files)
 

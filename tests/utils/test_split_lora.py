@@ -193,12 +193,19 @@ def test_without_settings_there_is_no_metadata_to_write(script, tmp_path):
     assert not target.exists()
     script.main([str(folder), str(tmp_path / "lora.bin")])
     assert len(read_tensors(tmp_path / "lora.bin")[0]) == 4
+    baselines = baselines_folder(tmp_path / "baselines")
+    (baselines / "config.json").unlink()
+    target = tmp_path / "biases.safetensors"
+    assert "that states apply_bitfit" in failure(script, baselines, target, "--part", "bitfit")
+    script.main([str(baselines), str(tmp_path / "biases.bin"), "--part", "bitfit"])
+    assert len(read_tensors(tmp_path / "biases.bin")[0]) == 2
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         ("missing", "no such checkpoint file"),
+        ("missing with its folder", "no such checkpoint file"),
         ("truncated", "damaged"),
         ("changed", "the checksum of "),
         ("changed, in a folder", "the checksum of "),
@@ -212,6 +219,8 @@ def test_sources_that_cannot_be_split(script, tmp_path, damage, reason):
     source = folder / "pytorch_model.bin"
     if damage == "missing":
         source.unlink()
+    elif damage == "missing with its folder":
+        source = tmp_path / "no folder" / source.name
     elif damage == "truncated":
         source.write_bytes(source.read_bytes()[:500])
     elif damage.startswith("changed"):
@@ -231,13 +240,13 @@ def test_sources_that_cannot_be_split(script, tmp_path, damage, reason):
     assert target.read_text() == "mine"
 
 
-def test_a_checkpoint_is_not_replaced_by_its_part(script, tmp_path):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "with_lora.bin"])
+def test_a_checkpoint_is_not_replaced_by_its_part(script, tmp_path, name):
     folder = checkpoint_folder(tmp_path / "full")
-    source = folder / "pytorch_model.bin"
+    source = (folder / "pytorch_model.bin").rename(folder / name)
     before = source.read_bytes()
-    assert "would replace a file of the checkpoint" in failure(
-        script, source, folder / ".." / "full" / source.name
-    )
+    line = failure(script, source, folder / ".." / "full" / name, "--overwrite")
+    assert "would replace a file of the checkpoint" in line
     assert source.read_bytes() == before
 
 
@@ -256,11 +265,12 @@ def test_a_checkpoint_behind_links_is_not_overwritten(script, tmp_path, name, li
     before, source = (folder / name).read_bytes(), tmp_path / "link"
     if linked == "folder":
         source.symlink_to(folder)
+    elif linked == "file":
+        source.symlink_to(folder / "pytorch_model.bin")
     else:
         source.mkdir()
         for file in folder.iterdir():
             (source / file.name).symlink_to(file)
-        source = source / "pytorch_model.bin" if linked == "file" else source
     line = failure(script, source, folder / name, "--overwrite")
     assert "would replace a file of the checkpoint" in line
     assert (folder / name).read_bytes() == before
@@ -330,7 +340,7 @@ def test_settings_with_another_rank_are_refused(script, tmp_path):
 
 def test_the_releases_own_call_may_be_repeated(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
-    target = tmp_path / "lora.bin"
+    target = folder / "lora.bin"
     script.main([str(folder), str(target)])
     first = target.read_bytes()
     torch.save({n: t + 1 for n, t in full_checkpoint().items()}, folder / "pytorch_model.bin")
@@ -357,6 +367,7 @@ def text(path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 def test_existing_files_are_overwritten_only_on_request(script, tmp_path, write_target, suffix):
     folder, target = checkpoint_folder(tmp_path / "full"), tmp_path / f"out{suffix}"
+    (folder / "broken link").symlink_to("gone")
     write_target(target)
     before = target.read_bytes()
     message = failure(script, folder, target)
