@@ -59,8 +59,6 @@ from .inject_checks import (
     check_tied,
 )
 from .inject_warnings import (
-    warn_of_bypassed,
-    warn_of_called_and_read,
     warn_of_foreign_linear,
     warn_of_guessed_head,
     warn_of_half_precision,
@@ -68,8 +66,8 @@ from .inject_warnings import (
     warn_of_no_initialization,
     warn_of_no_parameters,
     warn_of_numbers,
+    warn_of_reads,
     warn_of_stacks,
-    warn_of_stacks_read_elsewhere,
     warn_of_task_heads,
 )
 from .lora_layer import LoRALayer, lora_layers
@@ -228,9 +226,7 @@ def add_lora(
             warn_of_task_heads(model)
         warn_of_numbers(model, targets, names)
         warn_of_no_initialization(model, adapted)
-        warn_of_bypassed(model, names)
-        warn_of_called_and_read(model, names)
-        warn_of_stacks_read_elsewhere(model, names)
+        warn_of_reads(model, names)
         if not is_first:
             warn_of_kinds(model)
         return adapted

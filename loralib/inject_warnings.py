@@ -127,8 +127,20 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
     )
 
 
-def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Warns of layers and stacks that the model bypasses, where updates have no effect."""
+def warn_of_reads(model: nn.Module, names: Iterable[str], are_loaded: bool = False) -> None:
+    """Warns of layers and stacks with whose weights the model computes itself, without updates.
+
+    Args:
+        model: the adapted model.
+        names: the names of the adapted layers and stacks.
+        are_loaded: whether a file says what is adapted, so that nothing can be left out.
+    """
+    _warn_of_bypassed(model, names, are_loaded)
+    _warn_of_called_and_read(model, names, are_loaded)
+    _warn_of_stacks_read_elsewhere(model, names, are_loaded)
+
+
+def _warn_of_bypassed(model: nn.Module, names: Iterable[str], are_loaded: bool) -> None:
     found = bypassed(model, names)
     stacks = [name for name in found if stack_named(model, name) is not None]
     layers = [name for name in found if name not in stacks]
@@ -139,43 +151,45 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
         if of_kind:
             logger.warning(
                 "the source of %s reads %s%s directly, and never calls %s: an update has no "
-                "effect there; leave out %s",
+                "effect there%s",
                 listed({found[name] for name in of_kind}),
                 what,
                 in_short(of_kind, at_most=2),
                 called_instead,
-                quoted(_ends(of_kind)),
+                "" if are_loaded else f"; leave out {quoted(_ends(of_kind))}",
             )
 
 
-def warn_of_called_and_read(model: nn.Module, names: Iterable[str]) -> None:
-    """Warns of layers that the model calls, but with whose weights it also computes itself."""
+def _warn_of_called_and_read(model: nn.Module, names: Iterable[str], are_loaded: bool) -> None:
     found = called_and_read(model, names)
     if found:
         is_one = len(found) == 1
+        them = "it" if is_one else "them"
+        way_out = f"leave out {quoted(_ends(found))}, or name {them} in modules_to_train instead"
         logger.warning(
             "the source of %s also reads the weight%s of %s directly, which lack%s the update "
-            "unless merged: leave out %s, or name %s in modules_to_train instead",
+            "unless merged: %s",
             listed(set(found.values())),
             "" if is_one else "s",
             in_short(found, at_most=2),
             "s" if is_one else "",
-            quoted(_ends(found)),
-            "it" if is_one else "them",
+            "merging changes the outputs" if are_loaded else way_out,
         )
 
 
-def warn_of_stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> None:
-    """Warns of stacks with which their modules compute outside of forward, without the update."""
+def _warn_of_stacks_read_elsewhere(
+    model: nn.Module, names: Iterable[str], are_loaded: bool
+) -> None:
     found = stacks_read_elsewhere(model, names)
     if found:
+        them = "it" if len(found) == 1 else "them"
         logger.warning(
             "the source of %s also reads %s in methods other than forward, where an update has no "
-            "effect unless merged: leave out %s, or compute with %s in forward alone",
+            "effect unless merged: %scompute with %s in forward alone",
             listed(set(found.values())),
             in_short(found, at_most=2),
-            quoted(_ends(found)),
-            "it" if len(found) == 1 else "them",
+            "" if are_loaded else f"leave out {quoted(_ends(found))}, or ",
+            them,
         )
 
 

@@ -168,6 +168,7 @@ MODULES = {
         "in_place",
         "initialization",
         "inject",
+        "inject_warnings",
         "io",
         "layer_kinds",
         "layers",

@@ -18,12 +18,14 @@ from ..errors import CheckpointError, MissingLayersError, SettingsError, trained
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
+from ..inject_warnings import warn_of_reads
 from ..io.tensors import same_when_rounded
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
 from ..positions import shared_projections
 from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
 from ..stacks import stack_of_layer, stacked_weights
+from ..targets import first_names_of_targets
 from ..text import counted, listed
 from ..tied_words import let_note_untied
 from ..trained import note_trained, note_untied, noted
@@ -293,10 +295,11 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
         check_positions(adapter, _would_reach_positions(model, weights))
     check_possible_base(adapter, possible_fingerprints(model, weights, adapter.besides))
     missing = {name: own for name, own in settings.items() if name not in present}
-    _add_layers(model, weights, missing)
+    added = _add_layers(model, weights, missing)
     if not present:
         freeze_base(model)
     _copy(model, adapter)
+    warn_of_reads(model, added, are_loaded=True)
     return tuple(name for name in lora_layers(model) if name in weights)
 
 
@@ -434,13 +437,16 @@ def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:
 
 def _add_layers(
     model: nn.Module, weights: Mapping[str, AdaptedWeight], settings: Mapping[str, LayerSettings]
-) -> None:
+) -> list[str]:
     """Adds LoRA layers to the modules of these names.
 
     For the separate projections of an attention, the attention is adapted. For stacks of matrices,
     the parameters are.
+
+    Returns:
+        The first names of the modules and stacks that are adapted.
     """
-    by_module = {}
+    by_module, first = {}, first_names_of_targets(model)
     for name, own in settings.items():
         is_own = weights[name].name in ("weight", "in_proj_weight")
         at = name if is_own else name.rpartition(".")[0]
@@ -450,6 +456,7 @@ def _add_layers(
         # from_file: PEFT's adapters may have any rank.
         with deferring_start():  # the adapter brings what would be computed from the weights
             adapt(model, by_module, untie=True, from_file=True)
+    return list(dict.fromkeys(first[name] for name in by_module))
 
 
 @torch.no_grad()

@@ -951,6 +951,35 @@ def test_stacks_that_other_methods_than_forward_read(kind: type[nn.Module], capl
     )
 
 
+# ---- adapters that are loaded ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "said"),
+    [
+        (Reads, "proj", "the weight of proj directly, and never calls it: an update has no effect"),
+        (Tied, "words", "directly, which lacks the update unless merged: merging changes the outp"),
+        (Bilinear, "relations", "has no effect unless merged: compute with it in forward alone"),
+        (Net, "proj", None),
+    ],
+)
+def test_loading_says_which_updates_a_model_reads_past(kind, target, said, tmp_path, caplog):
+    """The adapter may come from a model whose class calls its layers."""
+    model = kind()
+    lora.add_lora(model, target, r=2)
+    for layer in lora_layers(model).values():
+        nn.init.ones_(layer.lora_A)
+        nn.init.ones_(layer.lora_B)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.remove_lora(model)
+    caplog.clear()
+    lora.load_adapter(model, tmp_path / "a.safetensors")
+    (line,) = [record.getMessage() for record in caplog.records] or [None]
+    assert line == said or said in line
+    lora.load_adapter(model, tmp_path / "a.safetensors")  # which has the layers already
+    assert len(caplog.records) == bool(said)
+
+
 # ---- stacks of matrices ----
 
 
