@@ -222,6 +222,19 @@ def test_default_callbacks(make):
     assert kinds(make(callbacks=[Events()])) == [DefaultFlowCallback, Events, PrinterCallback]
 
 
+def test_a_callback_may_remove_itself_when_it_is_called(make):
+    """The callback after it is called nevertheless."""
+
+    class Once(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **given):
+            trainer.remove_callback(self)
+
+    recorded = Events()
+    trainer = make(callbacks=[Once, recorded])
+    trainer.train()
+    assert recorded.names.count("on_epoch_begin") == 2
+
+
 @pytest.mark.parametrize("by_class", [True, False])
 def test_callbacks_can_be_added_and_removed(make, by_class):
     trainer = make()

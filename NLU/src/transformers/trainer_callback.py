@@ -285,7 +285,7 @@ class CallbackHandler(TrainerCallback):
             The control that a callback returned last, or `control` if none did.
         """
         nothing = getattr(TrainerCallback, event, None)
-        for callback in self.callbacks:
+        for callback in [*self.callbacks]:  # a callback may add and remove others, or itself
             method = getattr(callback, event)
             if getattr(method, "__func__", method) is nothing:
                 continue  # not overridden, as for most callbacks and events
