@@ -150,3 +150,11 @@ def test_a_checkpoint_to_resume_from_that_does_not_exist_is_an_error(tmp_path):
     path = str(tmp_path / "checkpoint-5")
     with pytest.raises(ValueError, match=f"{re.escape(path)} is not a folder"):
         make_line_trainer(tmp_path).train(resume_from_checkpoint=path)
+
+
+def test_a_run_s_folder_is_not_resumed_as_a_checkpoint(tmp_path):
+    trainer = make_line_trainer(tmp_path, save_strategy="epoch")
+    trainer.train()
+    trainer.save_model()
+    with pytest.raises(ValueError, match=r"is a run's folder, .*, such as .*checkpoint-10$"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))

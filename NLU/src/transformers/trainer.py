@@ -57,6 +57,7 @@ from .trainer_callback import (
 )
 from .trainer_checkpoint import (
     NEW_RUN,
+    OPTIMIZER_NAME,
     Checkpoints,
     RunState,
     checkpoint_identities,
@@ -559,14 +560,20 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """Returns the folder to resume from, or None.
 
         Raises:
-            ValueError: the last checkpoint is asked for, and there is none; or there is no such
-                folder.
+            ValueError: the last checkpoint is asked for, and there is none; there is no such
+                folder; or it is a run's, which holds checkpoints.
         """
         if given is not True:
             if given and not os.path.isdir(given):
                 raise ValueError(
                     f"{given} is not a folder, so there is nothing to resume from: give a "
                     "checkpoint's path, or True for the last one in output_dir"
+                )
+            last = get_last_checkpoint(given) if given else None
+            if last and not Path(given, OPTIMIZER_NAME).is_file():
+                raise ValueError(
+                    f"{given} is a run's folder, not a checkpoint: give one of those in it, such "
+                    f"as {last}"
                 )
             return given or None
         found = get_last_checkpoint(self.args.output_dir)
