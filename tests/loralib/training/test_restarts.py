@@ -50,8 +50,9 @@ def test_one_agent_in_common_makes_it_a_restart(agent, tmp_path):
 
 
 def test_a_restart_is_recognized_after_hosts_were_replaced_one_by_one(agent, tmp_path, monkeypatch):
-    """The last attempt has no agent in common with the first."""
-    for hosts in (["a 1 1", "b 2 2"], ["b 2 2", "c 3 3"], ["c 3 3", "d 4 4"]):
+    """The third attempt has no agent in common with the first, and the fourth only that one."""
+    attempts = ["a 1 1", "b 2 2"], ["b 2 2", "c 3 3"], ["c 3 3", "d 4 4"], ["a 1 1", "e 5 5"]
+    for number, hosts in enumerate(attempts):
         monkeypatch.setattr(
             restarts,
             "gather_objects",
@@ -59,7 +60,7 @@ def test_a_restart_is_recognized_after_hosts_were_replaced_one_by_one(agent, tmp
         )
         agent(hosts[0])
         found = find_launch(tmp_path, 2)
-        assert found.is_restart == ("a 1 1" not in hosts)
+        assert found.is_restart == (number > 0)
         found.begin("the first one's" if not found.is_restart else "another")
     assert found.note == "the first one's"
 
@@ -89,10 +90,9 @@ def test_the_agent_can_start_processes_by_multiprocessing(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert restarts._agent() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    parent = SimpleNamespace(pid=os.getppid())
+    parent = SimpleNamespace(pid=1)
     monkeypatch.setattr(restarts.multiprocessing, "parent_process", lambda: parent)
-    host, number = socket.gethostname(), os.getppid()
-    assert restarts._agent() == f"{host} {number} {started(number)}"
+    assert restarts._agent() == f"{socket.gethostname()} 1 {started(1)}"
 
 
 def test_without_sessions_the_agent_is_the_parent_process(monkeypatch):
