@@ -635,7 +635,7 @@ def test_a_tied_embedding_is_adapted_if_untie_is_set():
 
 
 def test_a_layer_that_shares_only_its_bias_is_adapted():
-    """As the output layer of upstream's masked language models, whose head has the same bias."""
+    """In masked language models of Transformers 4, the head and its output layer have one bias."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias = model[0].bias
     lora.add_lora(model, "0", r=2)
