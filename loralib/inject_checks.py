@@ -43,6 +43,7 @@ from .zero3 import check_not_copied, is_partitioned
 _LORA_ATTRIBUTES = {
     *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
     *("merge_weights", "merged", "r", "scaling", "variant"),
+    *("lora_A", "lora_B", "lora_magnitude_vector", "lora_A_start", "lora_B_start"),
 }
 
 WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"

@@ -22,6 +22,15 @@ def test_a_layer_with_an_attribute_that_lora_needs_is_refused(name, value):
     lora.add_lora(model, ["b"], r=2)
 
 
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "lora_magnitude_vector", "lora_B_start"])
+def test_a_buffer_called_like_a_part_of_an_update_is_refused(name):
+    """The update would replace it, and removing the update would not bring it back."""
+    model = Net()
+    model.a.register_buffer(name, torch.ones(1))
+    with pytest.raises(UnsupportedLayerError, match=f"a has an attribute '{name}'"):
+        lora.add_lora(model, "a", r=2)
+
+
 def test_a_layer_on_the_meta_device_is_refused(tmp_path):
     model = drawn(Net(), ["a"])
     lora.save_adapter(model, tmp_path / "a")
