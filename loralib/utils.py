@@ -100,7 +100,7 @@ def train_biases(model: nn.Module, bias: str) -> None:
     """Unfreezes biases; `bias` is one of the choices of `mark_only_lora_as_trainable`."""
     meant: set[Any] = set()
     if bias == "lora_only":
-        meant = {layer.base_bias for layer in lora_layers(model).values()} - {None}
+        meant = {layer.base_bias for layer in lora_layers(model).values()}
     for name, parameter in model.named_parameters():
         in_name = bias == "all" and "bias" in name and "lora_" not in name
         if in_name or parameter in meant:

@@ -102,9 +102,13 @@ def test_a_module_with_lora_in_its_name_is_not_unfrozen():
 
 
 def test_marking_again_with_another_choice_starts_afresh(model):
+    """Gradients of what is frozen then are dropped, which an optimizer would still apply."""
     lora.mark_only_lora_as_trainable(model, bias="all")
+    model(torch.randint(9, (2, 5))).sum().backward()
     lora.mark_only_lora_as_trainable(model)
     assert not model.norm.bias.requires_grad
+    parameters = model.named_parameters(remove_duplicate=False)
+    assert {name for name, p in parameters if p.grad is not None} == LORA
 
 
 @pytest.mark.parametrize("bias", ["some", None, "ALL"])
