@@ -127,9 +127,15 @@ def _check_settings(checkpoint: Checkpoint) -> None:
     for name, is_sound in _SOUND.items():
         value = checkpoint.config.get(name)
         if value is not None and not is_sound(value):
-            raise CheckpointError(
-                f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for {name}: {value!r}"
-            )
+            raise _invalid(checkpoint, name)
+
+
+def _invalid(checkpoint: Checkpoint, name: str) -> CheckpointError:
+    """Returns the error for a setting whose value cannot be right."""
+    return CheckpointError(
+        f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for {name}: "
+        f"{checkpoint.config[name]!r}"
+    )
 
 
 def _are_labels(value: object) -> bool:
@@ -150,8 +156,14 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 def _labels(
     checkpoint: Checkpoint, part: Mapping[str, Tensor], head: str | None
 ) -> tuple[str, ...] | None:
-    """Returns the labels of a checkpoint's head; None if its outputs are not labels."""
+    """Returns the labels of a checkpoint's head; None if its outputs are not labels.
+
+    Raises:
+        CheckpointError: the settings name another number of labels, or another family's model.
+    """
     family = family_of(checkpoint.tensors)
+    if family and head and head not in family.heads:
+        raise _invalid(checkpoint, "architectures")
     if family and head and not family.heads[head].labeled:
         return None
     names = checkpoint.config.get("id2label") or {}
@@ -170,10 +182,7 @@ def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] |
         return None
     names = checkpoint.config.get("text_columns")
     if names is not None and not are_text_columns(names):
-        raise CheckpointError(
-            f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for text_columns: "
-            f"{names!r}"
-        )
+        raise _invalid(checkpoint, "text_columns")
     return None if names is None else tuple(names)
 
 

@@ -283,6 +283,10 @@ def test_a_checkpoint_behind_links_is_not_overwritten(script, tmp_path, name, li
         ({"id2label": {"x": "y"}}, "its config.json has an invalid value for id2label: {'x': 'y'}"),
         ({"id2label": {"0": 1}}, "its config.json has an invalid value for id2label: {'0': 1}"),
         ({"architectures": 3}, "its config.json has an invalid value for architectures: 3"),
+        (  # which the checkpoint's family does not have
+            {"architectures": ["RobertaForMultipleChoice"]},
+            "its config.json has an invalid value for architectures: ['RobertaForMultipleChoice']",
+        ),
         ({"lora_rank_pattern": 3}, "its config.json has an invalid value for lora_rank_pattern: 3"),
         (
             {"lora_alpha_pattern": [3]},
