@@ -326,16 +326,24 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
 
 
 def test_an_adapter_whose_base_has_another_fingerprint_is_refused(model, model_class):
-    """A copy in bfloat16 has the same fingerprint. One in float16 has none, and is accepted."""
+    """A copy in bfloat16 has the same fingerprint. One in float16 has none, and is accepted.
+
+    An empty bank's model may become another base.
+    """
     own = fingerprint(model.state_dict())
     same = make_adapter(model_class, "a", base_fingerprint=own)
     other = make_adapter(model_class, "a", base_fingerprint="feed" * 4)
     for dtype in (torch.float32, torch.bfloat16):
-        bank = lora.AdapterBank(copy.deepcopy(model).to(dtype))
+        base = copy.deepcopy(model).to(dtype)
+        bank = lora.AdapterBank(base)
         bank.add("same", same)
         with refuses(CheckpointError, "another base", own):
             bank.add("other", other)
         assert bank.names == ("same",)
+        bank.remove("same")
+        nn.init.ones_(base.get_submodule(LAYER[model_class]).weight)
+        with refuses(CheckpointError, "another base", own):
+            bank.add("same", same)
     lora.AdapterBank(model.half()).add("other", other)
 
 
