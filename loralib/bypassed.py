@@ -17,7 +17,17 @@ from typing import NamedTuple
 from torch import nn
 
 from .in_place import original_class
-from .sources import ANY, ASKED, Chain, Use, used_in_forward, uses_from, uses_of, uses_reached
+from .sources import (
+    ANY,
+    ASKED,
+    Chain,
+    Use,
+    function_of,
+    used_in_forward,
+    uses_from,
+    uses_of,
+    uses_reached,
+)
 from .stacks import stack_named
 from .targets import first_names
 from .wrappers import has_own_forward
@@ -148,11 +158,11 @@ def stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> dict[str, s
 
 
 class _Method(NamedTuple):
-    """A method of a class.
+    """What a method of a class, and those that it calls, do with `self`; without forward.
 
     Args:
-        used: the attributes of `self` that it uses.
-        called: those that it calls, or that the methods that it calls call; and the method itself.
+        used: the attributes that they use.
+        called: those that they call, and the method itself.
     """
 
     used: list[Chain]
@@ -162,22 +172,27 @@ class _Method(NamedTuple):
 def _methods_that_use(kind: type, attribute: str, but_for: Collection[str] = ()) -> list[_Method]:
     """Returns the methods of a class that use an attribute of this name, of any object.
 
+    A method that calls such a method counts as well.
+
     Args:
         kind: the class.
         attribute: the attribute's name.
         but_for: the names of methods to leave out.
     """
+    own = {name for each in kind.__mro__ for name in vars(each)}
+    functions = {name: function_of(inspect.getattr_static(kind, name, None)) for name in own}
+    used = {name: _names_in(each.__code__) for name, each in functions.items() if each is not None}
+    names = [name for name in used if attribute in used[name]]
+    for name in names:
+        names += [each for each in used if name in used[each] and each not in names]
     found = []
-    for name in sorted({name for each in kind.__mro__ for name in vars(each)}):
-        method = inspect.getattr_static(kind, name, None)
-        method = inspect.unwrap(method) if isinstance(method, FunctionType) else None
-        is_special = name.startswith("__") and name != "__call__"
-        if is_special or name in but_for or not isinstance(method, FunctionType):
+    for name in sorted(names):
+        if name in but_for or (name.startswith("__") and name != "__call__"):
             continue
-        if attribute in _names_in(method.__code__):
-            reached = (use for each in uses_reached(kind, name).values() for use in each.found)
-            called = [(name,), *(use.chain for use in reached if use.is_called)]
-            found.append(_Method([use.chain for use in uses_of(method).found], called))
+        reached = uses_reached(kind, name, without=["forward"]).values()
+        uses = [use for each in reached for use in each.found]
+        called = [(name,), *(use.chain for use in uses if use.is_called)]
+        found.append(_Method([use.chain for use in uses], called))
     return found
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import tokenize
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -80,10 +80,17 @@ def used_in_forward(kind: type) -> list[Use]:
     ]
 
 
-def uses_reached(kind: type, method: str) -> dict[str, Uses]:
+def uses_reached(kind: type, method: str, without: Collection[str] = ()) -> dict[str, Uses]:
     """Returns what a method of a class, and those of its methods that it calls, do with `self`.
 
-    Of a property, nothing is known.
+    Args:
+        kind: the class.
+        method: the method's name.
+        without: the names of methods to leave out, if they are called.
+
+    Returns:
+        The name of each of them -> what it does. A property counts as a method, of which not all
+        is known: what it returns may be anything.
     """
     found: dict[str, Uses] = {}
     names = [method]
@@ -91,10 +98,19 @@ def uses_reached(kind: type, method: str) -> dict[str, Uses]:
         value: Any = inspect.getattr_static(kind, name, None)
         if name in found or not hasattr(value, "__get__"):
             continue
-        is_method = isinstance(value, FunctionType)
-        found[name] = uses_of(inspect.unwrap(value)) if is_method else _UNKNOWN
-        names += [use.chain[0] for use in found[name].found]
+        function = function_of(value)
+        uses = _UNKNOWN if function is None else uses_of(function)
+        found[name] = uses._replace(are_all=uses.are_all and isinstance(value, FunctionType))
+        names += [use.chain[0] for use in uses.found if use.chain[0] not in without]
     return found
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """Returns the function of a class's method or property, without its decorators."""
+    if isinstance(value, property | functools.cached_property):
+        value = value.fget if isinstance(value, property) else value.func
+    value = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    return value if isinstance(value, FunctionType) else None
 
 
 @functools.lru_cache(maxsize=1024)
