@@ -5,6 +5,9 @@ model reads the weight: `F.linear(x, self.qkv.weight)` in a module's forward is 
 product. Such reads are found in the source of that forward, and reported only if nothing in it may
 also call the layer. The same goes for a stack of matrices, whose update exists only while the
 forward of the module that owns the stack runs.
+
+A layer may be called and read as well, by forward or by a method such as `training_step`. Then part
+of what the model computes has the update, and merging changes the outputs.
 """
 
 import inspect
@@ -43,7 +46,6 @@ _ABOUT = {
     *("requires_grad_", "shape", "size", "stride"),
 }
 
-
 _WITH_A_WEIGHT = "_conv_forward"  # PyTorch's method that computes with a weight that it is given
 
 
@@ -69,8 +71,8 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Returns the layers and stacks with whose weights a module computes without calling them.
 
     That module contains the layer, or the module that owns the stack. Weights that a class reads
-    in another way than as `self.name.weight` or `self.names[i].weight`, or without its source, are
-    not found.
+    in another way than as `self.name.weight` or `self.names[i].weight`, or by a variable that holds
+    a part of these, or without its source, are not found.
 
     Args:
         model: the model.
