@@ -25,9 +25,9 @@ class DeviceDelta:
     def __init__(self, name: str, adapted: AdaptedWeight, positions: bool):
         self.name, self.positions = name, positions
         self.module: Any = adapted.module
-        weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
+        weight = adapted.weight
         # A copy, because tensors may be mapped from a file, or may be written to by their owner.
-        moved = adapted.delta.to(weight.device, wide, copy=True)
+        moved = adapted.delta.to(weight.device, copy=True)
         self._delta = moved.with_gain(out_in(adapted.module, weight))
         self._cast: dict[torch.dtype, Delta] = {}
 
