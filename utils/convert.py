@@ -42,7 +42,13 @@ from conversion.gpt2_folder import is_whole_gpt2
 from conversion.merged import merge, write_full_model
 from loralib.adapters.adapter import LORA, Adapter, in_words
 from loralib.adapters.families import family_of
-from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
+from loralib.adapters.formats import (
+    FORMATS,
+    check_suffix,
+    format_of_name,
+    read_adapter,
+    write_adapter,
+)
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.validation import check_lora
 from loralib.errors import (
@@ -117,14 +123,15 @@ def check_target(path: Path, format: str, source: str) -> None:
     """Checks that OUT can be written, before anything is read.
 
     Raises:
-        CheckpointError: OUT exists, is not the name of a folder, or is a folder with another
-            adapter than IN, `source`.
+        CheckpointError: OUT exists, is not a name of this format's files or folders, or is a folder
+            with another adapter than IN, `source`.
     """
     if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
         raise CheckpointError(f"{path}: the format {format} is a folder; give the name of a folder")
     if format in _FOLDERS:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
+        check_suffix(path, format)
         written = _written(path, format)
         is_free = not written.exists()
         if is_free and written != path:

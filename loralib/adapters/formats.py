@@ -331,11 +331,7 @@ def write_checked_adapter(
     _check_sound(adapter, format)
     if format == "peft":
         return peft_writing.write(path, adapter, model)
-    if path.suffix not in ("", *_SUFFIXES[format]):
-        names = " or ".join(_SUFFIXES[format])
-        raise CheckpointError(
-            f"{path}: the name of a file in the format {format} has to end in {names}"
-        )
+    check_suffix(path, format)
     _check_has_layers(adapter, format)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
@@ -345,6 +341,19 @@ def write_checked_adapter(
     assert adapter.metadata is not None  # see `_check_sound`
     write_tensors(path, adapter.tensors, with_checksum(adapter.tensors, adapter.metadata))
     return []
+
+
+def check_suffix(path: Path, format: str) -> None:
+    """Checks that a path's suffix, if it has one, is that of files in the format lora or release.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if path.suffix not in ("", *_SUFFIXES[format]):
+        names = " or ".join(_SUFFIXES[format])
+        raise CheckpointError(
+            f"{path}: the name of a file in the format {format} has to end in {names}"
+        )
 
 
 def format_of_name(path: Path) -> str:

@@ -31,7 +31,7 @@ from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
         ("mine", "peft", "exists already"),
         ("mine", "merged", "exists already"),
         ("mine/out.bin", None, "is a file, where a folder is needed"),
-        ("out.bin", "lora", "has to end in .safetensors"),
+        ("new/out.bin", "lora", "has to end in .safetensors"),
         ("out.safetensors", "release", "has to end in .bin or .pt"),
         ("out.txt", "release", "has to end in .bin or .pt"),
         ("out.bin", "peft", "the format peft is a folder"),
