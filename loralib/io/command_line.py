@@ -193,10 +193,13 @@ def check_bounds(
             be finite.
 
     Raises:
-        ValueError: the number is out of bounds, NaN, or an integer too large for PyTorch.
+        ValueError: the number is out of bounds, NaN, or an integer too large for PyTorch; or it is
+            a text, as YAML reads 5e-5.
     """
     if value is None:
         return
+    if isinstance(value, str):
+        raise ValueError(f"{name} must be a number, not the text '{value}'")
     is_within = (least is None or least <= value) and (above is None or above < value)
     is_within = is_within and (most is None or value <= most) and (below is None or value < below)
     is_too_large = isinstance(value, int) and value > _LARGEST

@@ -290,13 +290,24 @@ class TrainingArguments:
                 "--past_index has no meaning here: no model of this package returns past states"
             )
         self.output_dir = os.path.expanduser(self.output_dir)
-        for name, hint in get_type_hints(type(self)).items():
-            if isinstance(hint, EnumMeta):
-                setattr(self, name, hint(getattr(self, name)))
+        self._read_texts()
         if isinstance(self.report_to, str):
             self.report_to = [self.report_to]
         self._fill_defaults()
         self.check()
+
+    def _read_texts(self) -> None:
+        """Replaces choices that are given by name, and refuses texts in place of booleans."""
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(hint, EnumMeta):
+                known = [choice.value for choice in hint]
+                if value not in known:
+                    listed = ", ".join(known)
+                    raise ValueError(f"--{name} must be one of {listed}, not {value!r}")
+                setattr(self, name, hint(value))
+            elif hint in (bool, bool | None) and isinstance(value, str):
+                raise ValueError(f"--{name} must be True or False, not the text '{value}'")
 
     def _fill_defaults(self) -> None:
         for split in ("train", "eval"):
