@@ -87,7 +87,8 @@ class TrainerState:
                 check_structure(record, {"step": 0}, "an entry of 'log_history'")
             return cls(**values)
         except (ValueError, TypeError, OSError) as error:
-            raise CheckpointError(f"{json_path}: not a trainer's state ({error})") from error
+            reason = getattr(error, "strerror", None) or error  # without the path once more
+            raise CheckpointError(f"{json_path}: not a trainer's state ({reason})") from error
 
 
 @dataclass
