@@ -328,6 +328,10 @@ def replace_the_head(model):
     model.score = nn.Linear(WIDTH, 5)
 
 
+def delete_the_head(model):
+    del model.score
+
+
 def remove_the_body(model):
     model.body = nn.Identity()
 
@@ -352,6 +356,7 @@ def share_a_projection(model):
         (replace_a_layer, r"body\.0"),
         (replace_a_projection, r"body\.1\.value"),
         (replace_the_head, "score"),
+        (delete_the_head, "score"),
         (remove_the_body, "body"),
         (reverse_the_body, "body"),
         (repeat_layers, "body"),
