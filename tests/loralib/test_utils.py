@@ -89,7 +89,10 @@ def test_lora_that_was_frozen_by_hand_stays_frozen(model):
     lora.mark_only_lora_as_trainable(model)
     parameters = model.named_parameters(remove_duplicate=False)
     assert {name for name, p in parameters if p.requires_grad} == {n for n in LORA if "lora_B" in n}
-    fixed = lora.Linear(4, 4, r=2, freeze_A=True).requires_grad_(False)
+    fixed = lora.Linear(4, 4, r=2, freeze_A=True)
+    lora.mark_only_lora_as_trainable(fixed.requires_grad_(True))
+    assert [name for name, p in fixed.named_parameters() if p.requires_grad] == ["lora_B"]
+    fixed.requires_grad_(False)
     fixed.register_parameter("lora_index", nn.Parameter(torch.arange(2), requires_grad=False))
     lora.mark_only_lora_as_trainable(fixed)
     assert [name for name, p in fixed.named_parameters() if p.requires_grad] == ["lora_B"]
