@@ -305,7 +305,9 @@ def test_a_head_whose_parts_are_called_without_it_is_refused():
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8), 1, nn.LayerNorm(WIDTH)),
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, 8), 1, nn.LayerNorm(WIDTH), False
+        ),
         nn.TransformerEncoderLayer(WIDTH, 2, 8),
         nn.MultiheadAttention(WIDTH, 2),
     ],
