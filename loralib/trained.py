@@ -92,32 +92,38 @@ def note_buffers(model: nn.Module) -> None:
 def changed_buffers(model: nn.Module) -> list[str]:
     """Returns the names of the buffers that have changed since the model was frozen for LoRA.
 
-    Modules change them in training mode. Those that have been cast since are left out.
+    Modules change them in training mode. Those that have been cast since are left out, and those of
+    another shape, such as tables that grow with the longest input.
     """
     found = []
     for owner, module in model.named_modules():
         before, now = vars(module).get(_BUFFERS, {}), _digests(module)
-        for name, (dtype, digest) in now.items():
-            old_dtype, old = before.get(name, (dtype, digest))
-            if old_dtype == dtype and old != digest:
+        for name, (*kind, digest) in now.items():
+            *old_kind, old = before.get(name, (*kind, digest))
+            if old_kind == kind and old != digest:
                 found.append(f"{owner}.{name}" if owner else name)
     return found
 
 
-def _digests(module: nn.Module) -> dict[str, tuple[torch.dtype, bytes]]:
-    """Returns the dtypes and digests of a module's own floating-point buffers, if persistent."""
-    return {
-        name: (buffer.dtype, hashlib.sha256(_bytes(buffer)).digest())
+def _digests(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    """Returns dtype, shape and digest of a module's own floating-point buffers, if persistent."""
+    buffers = {
+        name: buffer.detach().cpu()
         for name, buffer in module._buffers.items()
         if buffer is not None
         and name not in module._non_persistent_buffers_set
         and not name.startswith("lora_")
         and _has_plain_values(buffer)
     }
+    return {
+        name: (buffer.dtype, buffer.shape, hashlib.sha256(_bytes(buffer)).digest())
+        for name, buffer in buffers.items()
+        if not is_fake(buffer)  # as a copy is in FakeTensorMode
+    }
 
 
 def _bytes(buffer: Tensor) -> bytes:
-    return bits_of(buffer.detach().cpu()).numpy().tobytes()
+    return bits_of(buffer.resolve_neg()).numpy().tobytes()
 
 
 def _has_plain_values(buffer: Tensor) -> bool:

@@ -147,17 +147,20 @@ def _changed_buffers(model: nn.Module, adapter: Adapter) -> str | None:
     if not changed:
         return None
     owners = {name.rpartition(".")[0] for name in changed}
-    have_parameters = all(
-        next(model.get_submodule(n).parameters(), None) is not None for n in owners
-    )
+    can_be_trained = all(_can_be_trained(model.get_submodule(name)) for name in owners)
     these, them = ("its module", "it") if len(owners) == 1 else ("their modules", "them")
     return (
         f"{counted(len(changed), 'buffer')} of the base ({in_short(changed, at_most=2)}) changed "
         f"since add_lora, as some do in training mode, and the base without these changes computes "
         f"something else: keep {these} in eval()"
-        + (f", or name {them} in modules_to_train" if have_parameters else "")
-        + f"; now, {SAVED_WHOLE} too"
+        + (f", or name {them} in modules_to_train" if can_be_trained else "")
+        + f"; now, {SAVED_WHOLE} too; if the base was loaded after add_lora, there is nothing to do"
     )
+
+
+def _can_be_trained(module: nn.Module) -> bool:
+    """Returns whether `modules_to_train` may have a module: one with parameters, without LoRA."""
+    return next(module.parameters(), None) is not None and not lora_layers(module)
 
 
 def _replaced(model: nn.Module, adapter: Adapter) -> str | None:

@@ -1,5 +1,6 @@
 """Tests of add_lora and remove_lora on unusual models, and in unusual orders of calls."""
 
+import copy
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from any_models import AnyModel, assert_add_lora_refuses, ids, names_of
 from stacked_experts import Experts
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import loralib as lora
 from loralib.adapters.saving import adapter_of
@@ -134,6 +136,7 @@ def test_buffers_that_change_in_training_are_named(tmp_path, has_parameters):
     names = ", or name it in modules_to_train" if has_parameters else ""
     assert remark.startswith("1 buffer of the base (vq.codes) changed since add_lora, as some do ")
     assert f": keep its module in eval(){names}; now, torch.save(" in remark
+    assert remark.endswith("; if the base was loaded after add_lora, there is nothing to do")
     copied = pickle.loads(pickle.dumps(model))
     assert remarks_on_buffers(copied, tmp_path / "a.safetensors") == [remark]
     lora.start_from_weights(copied)
@@ -143,6 +146,34 @@ def test_buffers_that_change_in_training_are_named(tmp_path, has_parameters):
     plain = [*vars(Quantizer())]
     lora.remove_lora(model)
     assert [*vars(model["vq"])] == plain
+
+
+def test_to_train_is_no_advice_for_a_module_around_adapted_layers(tmp_path):
+    model = nn.ModuleDict({"vq": Quantizer(has_parameters=True)})
+    model["vq"].inner = nn.Linear(4, 4)
+    lora.add_lora(model, "vq.inner", r=1)
+    model["vq"](torch.ones(1, 4))
+    (remark,) = remarks_on_buffers(model, tmp_path / "a.safetensors")
+    assert "keep its module in eval(); now" in remark
+
+
+def test_a_buffer_that_grows_is_a_table_of_its_module(tmp_path):
+    """As of positions up to the longest input so far, which the base makes as well."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "vq": Quantizer()})
+    lora.add_lora(model, "a", r=1)
+    model["vq"].codes = torch.eye(5)
+    assert not remarks_on_buffers(model, tmp_path / "a.safetensors")
+
+
+def test_buffers_may_be_lazily_negated_and_modes_fake(tmp_path):
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "vq": Quantizer()})
+    model["vq"].codes = torch.view_as_complex(torch.randn(4, 4, 2)).conj().imag
+    assert model["vq"].codes.is_neg()
+    copied = copy.deepcopy(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        lora.add_lora(copied, "a", r=1)
+    lora.add_lora(model, "a", r=1)
+    assert not remarks_on_buffers(model, tmp_path / "a.safetensors")
 
 
 def test_buffers_of_modules_that_are_trained_are_saved(tmp_path):
