@@ -140,7 +140,8 @@ def _read_by_methods(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Returns the stacks with which their module computes in a method that its forward never calls.
 
-    The method, such as a `loss`, or one that it calls, calls a module.
+    The method, such as a `loss`, or one that it calls, calls a module. Of a module whose forward
+    may call methods that are not seen in its source, no stacks are returned.
 
     Returns:
         The name of each such stack -> the name of its module's class.
@@ -151,8 +152,10 @@ def stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> dict[str, s
         if stack is None:
             continue
         kind = original_class(stack.owner)
-        methods = _methods_that_use(kind, stack.parameter, uses_reached(kind, "forward"))
-        for method in methods:
+        reached = uses_reached(kind, "forward")
+        if not all(uses.are_all for uses in reached.values()):
+            continue
+        for method in _methods_that_use(kind, stack.parameter, reached):
             after = [{*c[1:2]} for c in method.used if c[0] == stack.parameter]
             if any(not each & _ABOUT for each in after) and _calls_a_module(stack.owner, method):
                 found[name] = kind.__qualname__

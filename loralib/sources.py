@@ -20,9 +20,10 @@ ANY = "*"  # in a chain: an index, which may be of any of a container's items
 # In a chain after a tensor: only its dtype, device or shape is read.
 ASKED = "dtype"
 
-# Functions that read only their argument's dtype, device or shape, as `x.to(self.qkv.weight)` does.
+# Functions that read only their argument's dtype, device or shape, as `x.to(self.qkv.weight)` does,
+# or an attribute.
 _AS = {"to", "type_as", "len", "empty_like", "full_like", "ones_like", "zeros_like"}
-_AS |= {"rand_like", "randn_like"}
+_AS |= {"rand_like", "randn_like", "type", "id", "hasattr", "getattr"}
 
 _IS = (ast.Is, ast.IsNot)  # `self.words.weight is None` computes nothing either
 

@@ -359,6 +359,8 @@ class AsksAboutItsWeight(CallsUnseen):
         assert self.proj.weight is not None
         assert self.other.weight is not self.proj.weight
         assert len(self.proj.weight) == self.proj.weight.stride(0)
+        assert type(self.proj.weight) is nn.Parameter
+        assert getattr(self.proj.weight, "quant_state", None) is None
         zeros = torch.zeros_like(self.proj.weight)[0]
         return self.other(self.run(x.to(self.proj.weight) + zeros))
 
@@ -964,12 +966,52 @@ class CallsForwardInItsLoss(Bilinear):
         return self(x)
 
 
-@pytest.mark.parametrize("kind", [Bilinear, ScoresInItsLoss, CallsForwardInItsLoss])
+class InAChild(Bilinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class ByAFunction(CallsForwardInItsLoss):
+    def forward(self, x: Tensor) -> Tensor:
+        return _scored(self, x)
+
+    def scored(self, x: Tensor) -> Tensor:
+        return self.score(self.proj(x)) + self.relations.mean()
+
+
+class ByAProperty(ByAFunction):
+    @property
+    def way(self) -> Any:
+        return self.scored
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x)
+
+
+class ByItsName(ByAFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, "scored")(x)  # noqa: B009
+
+
+def _scored(module: Any, x: Tensor) -> Tensor:
+    return module.scored(x)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Bilinear, ScoresInItsLoss, CallsForwardInItsLoss),
+        *(InAChild, ByAFunction, ByAProperty, ByItsName),
+    ],
+)
 def test_stacks_that_other_methods_than_forward_read(kind: type[nn.Module], caplog):
     model: Any = kind()
     said = warnings_of(model, caplog, ["relations"], "in methods other than forward")
     model.loss(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    is_read = kind is not CallsForwardInItsLoss
+    is_read = kind in (Bilinear, ScoresInItsLoss)
     assert (model.relations_lora.lora_B.grad is None) == is_read
     assert said == is_read * [
         f"the source of {kind.__name__} also reads relations in methods other than forward, where "
