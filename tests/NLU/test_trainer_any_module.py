@@ -235,6 +235,19 @@ def test_an_optimizer_made_before_lora_is_refused(make):
         make(model, optimizers=(sgd, None)).train()
 
 
+def test_an_optimizer_may_train_what_is_beside_the_model(make, caplog):
+    beside = nn.Linear(WIDTH, CLASSES)
+
+    class Probing(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            return F.cross_entropy(beside(inputs["x"]), inputs["labels"])
+
+    sgd, before = torch.optim.SGD(beside.parameters(), lr=0.1), beside.weight.detach().clone()
+    make(Net(), kind=Probing, optimizers=(sgd, None), num_train_epochs=1).train()
+    assert not torch.equal(beside.weight, before)
+    assert "the optimizer has none of the model's trainable parameters" in caplog.text
+
+
 def test_another_optimizer_s_checkpoint_is_refused(make, tmp_path):
     model = Net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ import torch
 from small_trainers import Line, line_of, make_line_trainer
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import BestRun, default_hp_space_optuna
 
 NO_OPTUNA = "hyperparameter_search needs optuna: pip install optuna"
@@ -283,6 +284,13 @@ def test_label_smoothing_and_precision_can_be_chosen(make, studies):
     trainer.args.label_smoothing_factor = 0.4  # such as the best trial's
     trainer.train()
     assert seen == [(0.2, torch.float32), (None, torch.bfloat16), (0.4, torch.bfloat16)]
+
+
+def test_a_label_smoother_of_a_subclass_stays(make):
+    trainer = make(model_init=Line)
+    own = trainer.label_smoother = LabelSmoother(0.3)
+    trainer._forget_last_run(None)
+    assert trainer.label_smoother is own
 
 
 def test_a_trial_that_diverges_does_not_end_the_search(make, studies, caplog):

@@ -193,6 +193,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
 
+    _smoothing = 0.0  # the setting that `label_smoother` follows
+
     def _follow_settings(self) -> None:
         """Makes what depends on the settings: PyTorch's state, label smoothing and precision.
 
@@ -202,7 +204,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         args = self.args
         set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
         smoothing = args.label_smoothing_factor
-        self.label_smoother = LabelSmoother(smoothing) if smoothing else None
+        if smoothing != self._smoothing:  # else it stays, as a subclass may have set its own
+            self.label_smoother = LabelSmoother(smoothing) if smoothing else None
+            self._smoothing = smoothing
         check_precision(args.fp16, args.bf16, args.device)
         self.precision = Precision(args.compute_dtype, args.device.type)
 
@@ -380,14 +384,29 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 setattr(self, name, None)
         own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
         self.create_optimizer_and_scheduler(max_steps)
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if trained and not any(id(p) in held for p in trained):
-            raise ValueError(
-                "the optimizer has none of the model's trainable parameters: make it of this "
-                "model's, and after LoRA is added"
-            )
+        self._check_optimizer()
         self._made = {name: getattr(self, name) for name in own}
+
+    def _check_optimizer(self) -> None:
+        """Checks that the optimizer would train the model.
+
+        There is only a warning if it would train something else, which the loss may depend on.
+
+        Raises:
+            ValueError: it would train nothing.
+        """
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        known = {id(parameter) for parameter in held}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained or any(id(p) in known for p in trained):
+            return
+        message = (
+            "the optimizer has none of the model's trainable parameters: make it of this model's, "
+            "and after LoRA is added"
+        )
+        if not any(parameter.requires_grad for parameter in held):
+            raise ValueError(message)
+        logger.warning(message)
 
     def _wrap(self) -> None:
         """Sets `model_wrapped`: the model, wrapped in DDP if there are several processes."""

@@ -36,7 +36,7 @@ class TrainerEvaluation(TrainerLoaders):
     control: TrainerControl
     callback_handler: CallbackHandler
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
-    label_smoother: LabelSmoother | None
+    label_smoother: LabelSmoother | None = None
     precision: Precision
     _has_warned = False  # of an evaluation without labels
     _eval_digest: LastDigest  # of the last set only, as a training evaluates one set repeatedly
