@@ -348,7 +348,8 @@ def _reads(
                 others = [use for use in near if use not in reads]
                 calls = {use.is_certain for use in others if use.is_called and _is_part(use, part)}
                 may_call = any(_may_call(use.chain, part, kinds[at + 1 :]) for use in others)
-                does_both = True in calls and any(use.is_certain for use in computing)
+                exact = [use for use in computing if use.chain[: len(part)] == part]
+                does_both = True in calls and any(use.is_certain for use in exact)
                 yield _Read(name, kind.__qualname__, at, may_call or is_elsewhere, does_both)
 
 

@@ -816,6 +816,16 @@ def test_it_is_said_where_merging_a_layer_changes_outputs(kind: type[nn.Module],
     assert is_other == bool(said) == (not issubclass(kind, UnderACondition))
 
 
+class CallsTheFirstAndReadsTheLast(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layers[0]["proj"](x), self.layers[-1]["proj"].weight)
+
+
+def test_a_layer_of_a_list_is_not_taken_for_another_that_is_read(caplog):
+    model = CallsTheFirstAndReadsTheLast()
+    assert not warnings_of(model, caplog, "layers.0.proj", "directly")
+
+
 # ---- methods other than forward ----
 
 
