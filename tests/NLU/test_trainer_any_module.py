@@ -9,7 +9,7 @@ from trainer_runs import collate, make_data, sequence, trained, without_runtimes
 
 import loralib as lora
 from loralib.errors import CheckpointError
-from transformers import Trainer, TrainingArguments, TrainingError
+from transformers import Trainer, TrainerCallback, TrainingArguments, TrainingError
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import list_checkpoints
 
@@ -225,6 +225,21 @@ def test_other_settings_of_lora_are_refused(make, tmp_path, change, message):
         return
     with pytest.raises(CheckpointError, match=message):
         trainer.train(checkpoint)
+
+
+def test_a_dropout_that_a_callback_schedules_is_no_other_setting(make, tmp_path):
+    class Falling(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **given):
+            model.layers[0].lora_dropout.p = 0.5 / (1 + state.global_step)
+
+    def trainer_of_a_new_model():
+        model = Net()
+        lora.add_lora(model, targets=["layers.0"], r=2, lora_alpha=4, lora_dropout=0.5)
+        return make(model, callbacks=[Falling], save_strategy="epoch")
+
+    trainer_of_a_new_model().train()
+    resumed = trainer_of_a_new_model()
+    assert resumed.train(str(tmp_path / "out" / "checkpoint-5")).global_step == 10
 
 
 def test_an_optimizer_made_before_lora_is_refused(make):

@@ -61,6 +61,7 @@ from .trainer_checkpoint import (
     Checkpoints,
     RunState,
     checkpoint_identities,
+    lora_settings_of,
     outdated_checkpoints,
 )
 from .trainer_checks import (
@@ -170,6 +171,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.optimizer, self.lr_scheduler = optimizers
         self._made: dict[str, Any] = {}  # the optimizer and schedule made by `train`
         self._train_digest, self._eval_digest = LastDigest(), LastDigest()
+        self._lora: Mapping[str, float] = {}  # LoRA's settings as training began
         self._weight = 1.0  # weight of this process's loss in the mean over all processes
         self.state = self._new_state()
         self.control = TrainerControl()
@@ -484,6 +486,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._has_products = True
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up(passes)
+        self._lora = lora_settings_of(self.model)
         checkpoint = self._begin(checkpoint, passes)
         if checkpoint:
             check_not_beyond(checkpoint, self.state.global_step, max_steps, NEW_RUN)
@@ -863,6 +866,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             length_of(self.train_dataset) or 0,
             self._train_digest.of(self.train_dataset),
             collator_settings(self.data_collator),
+            self._lora,
         )
 
     def _load_best(self) -> None:

@@ -126,6 +126,7 @@ class RunState:
         examples: the number of examples in the training set.
         data: their `table_digest`.
         collator: the data collator's settings.
+        lora: the `lora_settings_of` the model as the run began; callbacks may change them.
     """
 
     model: nn.Module
@@ -137,6 +138,7 @@ class RunState:
     examples: int
     data: str | None
     collator: Mapping[str, Any]
+    lora: Mapping[str, float]
 
 
 class Checkpoints:
@@ -223,7 +225,7 @@ class Checkpoints:
             for name, parameter in run.model.named_parameters()
             if parameter.grad is not None
         }
-        begun, lora = run.progress.epoch_rng, lora_settings_of(run.model)
+        begun = run.progress.epoch_rng
         return {
             "progress": run.progress.state_dict(),
             "pending_gradients": pending,
@@ -233,7 +235,7 @@ class Checkpoints:
             **({} if begun is None else {"epoch_rng": begun}),
             **({} if run.data is None else {"rows": run.data}),
             "collator": dict(run.collator),
-            **({"lora": lora} if lora else {}),
+            **({"lora": dict(run.lora)} if run.lora else {}),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -363,8 +365,8 @@ class Checkpoints:
                 f"{path}: belongs to a run on other data with the same number of examples: to "
                 f"resume it, give the same data and --max_seq_length, or {NEW_RUN}"
             )
-        lora = lora_settings_of(run.model)
-        for before, now in ((saved["collator"], run.collator), (saved.get("lora", {}), lora)):
+        pairs = (saved["collator"], run.collator), (saved.get("lora", {}), run.lora)
+        for before, now in pairs:
             check_same_run(path, before, {n: now.get(n) for n in before}, _SAME_SETTING)
 
     def _check_layout(self, path: Path, saved: dict[str, int], layout: dict[str, int]) -> None:
