@@ -193,7 +193,7 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
         found[row] = Prediction(ids[:length], line.get("context_digest"))
     missing = [row for row in range(rows) if row not in found]
     if missing:
-        more = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
+        more = f" and {counted(len(missing) - 1, 'other')}" if len(missing) > 1 else ""
         raise ValueError(f"{path}: has no prediction of id {missing[0]}{more}")
     return [found[row] for row in range(rows)]
 
