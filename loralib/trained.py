@@ -97,8 +97,8 @@ def changed_buffers(model: nn.Module) -> list[str]:
     """
     found = []
     for owner, module in model.named_modules():
-        before, now = vars(module).get(_BUFFERS, {}), _digests(module)
-        for name, (*kind, digest) in now.items():
+        before = vars(module).get(_BUFFERS)
+        for name, (*kind, digest) in _digests(module).items() if before else ():
             *old_kind, old = before.get(name, (*kind, digest))
             if old_kind == kind and old != digest:
                 found.append(f"{owner}.{name}" if owner else name)

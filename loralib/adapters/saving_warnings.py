@@ -1,6 +1,6 @@
 """What a user should know of an adapter that is saved: what is lost, or was probably unintended."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -124,12 +124,11 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
     ]
     if not normed:
         return None
-    have_parameters = all(any(True for _ in model.get_submodule(n).parameters()) for n in normed)
-    these, them = ("this module", "it") if len(normed) == 1 else ("these modules", "them")
+    these = "this module" if len(normed) == 1 else "these modules"
     return (
         f"the running statistics of {counted(len(normed), 'module')} "
-        f"({in_short(normed, at_most=1)}), which training changes, are not saved: keep {these} in "
-        "eval()" + (f", or name {them} in modules_to_train" if have_parameters else "")
+        f"({in_short(normed, at_most=1)}), which training changes, are not saved: "
+        f"{_ways_out(model, normed, these)}"
     )
 
 
@@ -147,15 +146,21 @@ def _changed_buffers(model: nn.Module, adapter: Adapter) -> str | None:
     if not changed:
         return None
     owners = {name.rpartition(".")[0] for name in changed}
-    can_be_trained = all(_can_be_trained(model.get_submodule(name)) for name in owners)
-    these, them = ("its module", "it") if len(owners) == 1 else ("their modules", "them")
+    these = "its module" if len(owners) == 1 else "their modules"
     return (
         f"{counted(len(changed), 'buffer')} of the base ({in_short(changed, at_most=2)}) changed "
         f"since add_lora, as some do in training mode, and the base without these changes computes "
-        f"something else: keep {these} in eval()"
-        + (f", or name {them} in modules_to_train" if can_be_trained else "")
-        + f"; now, {SAVED_WHOLE} too; if the base was loaded after add_lora, there is nothing to do"
+        f"something else: {_ways_out(model, owners, these)}; now, {SAVED_WHOLE} too; if the base "
+        "was loaded after add_lora, there is nothing to do"
     )
+
+
+def _ways_out(model: nn.Module, owners: Collection[str], these: str) -> str:
+    """Returns advice on modules whose buffers change in training mode; `these` stands for them."""
+    them = "it" if len(owners) == 1 else "them"
+    can_be_trained = all(_can_be_trained(model.get_submodule(name)) for name in owners)
+    also = f", or name {them} in modules_to_train" if can_be_trained else ""
+    return f"keep {these} in eval(){also}"
 
 
 def _can_be_trained(module: nn.Module) -> bool:

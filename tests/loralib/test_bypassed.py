@@ -287,6 +287,15 @@ def warnings_of(
     return [line for r in caplog.records if what in (line := r.getMessage())]
 
 
+def merging_changes(model: nn.Module, x: Tensor, method: str = "__call__") -> bool:
+    """Returns whether merging updates that are not zero changes what a method returns."""
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_A)
+        nn.init.normal_(layer.lora_B)
+    adapted = getattr(model, method)(x)
+    return not torch.allclose(getattr(lora.merge(model), method)(x), adapted, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [*NEVER_CALLED, *CALLED])
 def test_it_warns_exactly_where_an_update_gets_no_gradient(kind: type[nn.Module], caplog):
     model: Any = kind()
@@ -632,12 +641,7 @@ class UntiedByAnObject(Untied):
 def test_it_is_said_where_merging_an_embedding_changes_outputs(kind: type[nn.Module], caplog):
     model: Any = kind()
     said = warnings_of(model, caplog, ["words", "proj"], "which lacks the update unless merged")
-    for layer in lora_layers(model).values():
-        nn.init.normal_(layer.lora_A)
-        nn.init.normal_(layer.lora_B)
-    ids = torch.arange(6)
-    adapted = model(ids)
-    is_other = not torch.allclose(lora.merge(model)(ids), adapted, atol=1e-4)
+    is_other = merging_changes(model, torch.arange(6))
     assert is_other == bool(said) == (not issubclass(kind, Untied))
 
 
@@ -809,10 +813,7 @@ class InALambda(UnderACondition):
 def test_it_is_said_where_merging_a_layer_changes_outputs(kind: type[nn.Module], caplog):
     model: Any = kind()
     said = warnings_of(model, caplog, "proj", "which lacks the update unless merged")
-    nn.init.normal_(model.proj.lora_B)
-    x = torch.randn(2, 4)
-    adapted = model(x)
-    is_other = not torch.allclose(lora.merge(model)(x), adapted, atol=1e-4)
+    is_other = merging_changes(model, torch.randn(2, 4))
     assert is_other == bool(said) == (not issubclass(kind, UnderACondition))
 
 
@@ -933,12 +934,7 @@ class Resizes(Recommends):
 def test_embeddings_that_other_methods_than_forward_read(kind: type[nn.Module], caplog):
     model: Any = kind()
     said = warnings_of(model, caplog, ["words", "proj"], "which lacks the update unless merged")
-    for layer in lora_layers(model).values():
-        nn.init.normal_(layer.lora_A)
-        nn.init.normal_(layer.lora_B)
-    ids = torch.arange(6)
-    adapted = model.loss(ids)
-    is_other = not torch.allclose(lora.merge(model).loss(ids), adapted, atol=1e-4)
+    is_other = merging_changes(model, torch.arange(6), "loss")
     assert is_other == bool(said) == (kind is not Resizes)
 
 

@@ -68,6 +68,7 @@ from .trainer_checks import (
     check_evaluation_set,
     check_hooks,
     check_model,
+    check_optimizer,
     check_training_set,
     why_no_graphs,
 )
@@ -193,9 +194,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if args.is_main_process:
             # Created here, so that a folder without write access fails before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
-
-    _smoothing = 0.0  # the setting that `label_smoother` follows
+        self._call("on_init_end")
 
     def _follow_settings(self) -> None:
         """Makes what depends on the settings: PyTorch's state, label smoothing and precision.
@@ -284,8 +283,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.model_wrapped: nn.Module = self.model
         self._has_products = False
         self._resumed_from = 0  # the step that the last training resumed from, or 0
-        self.callback_handler.model = self.model
 
+    _smoothing = 0.0  # the setting that `label_smoother` follows
     _graphs: GraphedStep | None = None  # while the model is trained with CUDA graphs
     use_apex = False  # training steps written for transformers 4.4.2 read it
 
@@ -386,29 +385,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 setattr(self, name, None)
         own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
         self.create_optimizer_and_scheduler(max_steps)
-        self._check_optimizer()
+        check_optimizer(self.optimizer, self.model)
         self._made = {name: getattr(self, name) for name in own}
-
-    def _check_optimizer(self) -> None:
-        """Checks that the optimizer would train the model.
-
-        There is only a warning if it would train something else, which the loss may depend on.
-
-        Raises:
-            ValueError: it would train nothing.
-        """
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        known = {id(parameter) for parameter in held}
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if not trained or any(id(p) in known for p in trained):
-            return
-        message = (
-            "the optimizer has none of the model's trainable parameters: make it of this model's, "
-            "and after LoRA is added"
-        )
-        if not any(parameter.requires_grad for parameter in held):
-            raise ValueError(message)
-        logger.warning(message)
 
     def _wrap(self) -> None:
         """Sets `model_wrapped`: the model, wrapped in DDP if there are several processes."""
@@ -517,15 +495,15 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
         self._set_up_trial(trial)
-        if self.checkpoints.args is not self.args:  # replaced since
-            self.checkpoints.args = self.args
+        is_replaced, self.checkpoints.args = self.checkpoints.args is not self.args, self.args
+        if is_replaced or self.model_init is not None:  # a trial may have changed them as well
             self._follow_settings()
-            self._use_model(self.model)
         if self.model_init is not None:
-            self._follow_settings()  # a trial may have changed them
             set_seed(self.args.seed)
             self._use_model(self.call_model_init(trial))
             self.optimizer = self.lr_scheduler = None
+        elif is_replaced:
+            self._use_model(self.model)
         # Those left over from a run that was interrupted, or whose last batches made no update.
         self.model.zero_grad(set_to_none=True)
         self._name_trial()

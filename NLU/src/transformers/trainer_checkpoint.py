@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from loralib.adapters.model_settings import dropout_of
 from loralib.errors import CheckpointError
 from loralib.io.atomic import replacing_folder
 from loralib.io.structure import check_structure
@@ -442,7 +443,7 @@ def lora_settings_of(model: nn.Module) -> dict[str, float]:
     """
     settings: dict[str, float] = {}
     for name, layer in {} if isinstance(model, PreTrainedModel) else lora_layers(model).items():
-        settings[f"the LoRA dropout of {name}"] = getattr(layer.lora_dropout, "p", 0.0)
+        settings[f"the LoRA dropout of {name}"] = dropout_of(layer)
         if not isinstance(layer.scaling, nn.Parameter):
             settings[f"the LoRA scaling of {name}"] = float(layer.scaling)
     return settings

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from loralib.lora_layer import lora_layers
 from loralib.text import quoted
@@ -65,6 +66,28 @@ def check_training_set(dataset: Any, args: TrainingArguments) -> None:
         raise ValueError("the train_dataset has no length: give --max_steps")
     if args.group_by_length and is_iterable_only(dataset):
         raise ValueError("--group_by_length needs a map-style train_dataset, not an iterable one")
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Checks that an optimizer would train the model.
+
+    There is only a warning if it would train something else, which the loss may depend on.
+
+    Raises:
+        ValueError: it would train nothing.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter in held}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained or any(id(parameter) in known for parameter in trained):
+        return
+    message = (
+        "the optimizer has none of the model's trainable parameters: make it of this model's, "
+        "and after LoRA is added"
+    )
+    if not any(parameter.requires_grad for parameter in held):
+        raise ValueError(message)
+    logger.warning(message)
 
 
 def check_evaluation_set(dataset: Any) -> None:
