@@ -432,6 +432,18 @@ def test_arguments_that_replace_the_first_ones_are_used(make, tmp_path):
         trainer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_arguments_of_another_precision_need_unrounded_weights(make_trainer, tmp_path, bf16):
+    trainer = make_trainer(max_steps=1, bf16=True)
+    trainer.args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], bf16=bf16)
+    if bf16:
+        assert trainer.train().global_step == 1
+        return
+    for _ in range(2):
+        with pytest.raises(ValueError, match="frozen weights have been rounded to bfloat16: to"):
+            trainer.train()
+
+
 def test_training_after_an_interrupt_starts_without_its_gradients(make):
     class Interrupting(TrainerCallback):
         def on_substep_end(self, args, state, control, **given):

@@ -69,6 +69,7 @@ from .trainer_checks import (
     check_hooks,
     check_model,
     check_optimizer,
+    check_same_precision,
     check_training_set,
     why_no_graphs,
 )
@@ -495,7 +496,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
         self._set_up_trial(trial)
-        is_replaced, self.checkpoints.args = self.checkpoints.args is not self.args, self.args
+        is_replaced = self.checkpoints.args is not self.args
+        if is_replaced and self.model_init is None:
+            check_same_precision(self.model, self.checkpoints.args, self.args)
+        self.checkpoints.args = self.args
         if is_replaced or self.model_init is not None:  # a trial may have changed them as well
             self._follow_settings()
         if self.model_init is not None:

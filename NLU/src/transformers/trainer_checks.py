@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -66,6 +67,24 @@ def check_training_set(dataset: Any, args: TrainingArguments) -> None:
         raise ValueError("the train_dataset has no length: give --max_steps")
     if args.group_by_length and is_iterable_only(dataset):
         raise ValueError("--group_by_length needs a map-style train_dataset, not an iterable one")
+
+
+def check_same_precision(
+    model: nn.Module, before: TrainingArguments, now: TrainingArguments
+) -> None:
+    """Refuses to train a model in another precision if its weights were rounded for the one before.
+
+    Raises:
+        ValueError: its frozen weights have been rounded to half precision.
+    """
+    dtype = before.compute_dtype
+    if dtype in (torch.float32, now.compute_dtype) or not isinstance(model, PreTrainedModel):
+        return  # other models' weights are not rounded
+    if any(weight.dtype is dtype and not weight.requires_grad for weight in model.parameters()):
+        raise ValueError(
+            f"the model's frozen weights have been rounded to {str(dtype).removeprefix('torch.')}: "
+            "to train in another precision, read the model again and give it to a new Trainer"
+        )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

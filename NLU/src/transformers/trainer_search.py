@@ -53,8 +53,8 @@ class TrainerSearch:
         """Trains once per trial, each with other settings, and returns the best trial.
 
         Each trial's checkpoints are in a separate folder below ``args.output_dir``. A trial whose
-        loss is not finite counts as failed. Afterwards, ``args`` has the last trial's settings.
-        Needs a `model_init` and optuna.
+        loss or weights are not finite counts as failed. Afterwards, ``args`` has the last trial's
+        settings. Needs a `model_init` and optuna.
 
         Args:
             hp_space: takes optuna's trial and returns settings of ``args`` by name; by default
