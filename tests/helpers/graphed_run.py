@@ -27,7 +27,8 @@ def main() -> None:
     sys.argv = [script, *arguments]
     with fast_paths_off(), SimulatedGraphs() as graphs:
         module.main([*arguments, "--cuda_graphs"])
-    print(f"replays: {graphs.replays}", file=sys.stderr)
+    # In one piece, which `print` does not promise: several processes write to the same file.
+    sys.stderr.write(f"replays: {graphs.replays}\n")
 
 
 if __name__ == "__main__":
