@@ -23,6 +23,7 @@ later names. What the format cannot hold is listed. Existing files are never ove
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +238,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("give OUT, or --info")
     if args.info and any((args.target, args.to, args.base, args.dtype, args.task, args.labels)):
         parser.error("--info writes nothing: give it only IN and, if needed, --lora_alpha")
+    for label, times in Counter(args.labels or ()).items():
+        if times > 1:
+            parser.error(f"--labels names '{label}' twice, but outputs have names of their own")
     return args
 
 

@@ -163,6 +163,7 @@ def test_help(script, capsys):
         (["in.bin", "--info", "--dtype", "float32"], "--info writes nothing"),
         (["in.bin", "--info", "--task", "rte"], "--info writes nothing"),
         (["in.bin", "--info", "--labels", "yes", "no"], "--info writes nothing"),
+        (["in.bin", "out.bin", "--labels", "a", "b", "a"], "--labels names 'a' twice"),
         (["in.bin", "out.bin", "--to", "plain"], "invalid choice: 'plain'"),
         (["in.bin", "out.bin", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["in.bin", "out.bin", "--lora_alpha", "many"], "invalid float value"),
