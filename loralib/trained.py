@@ -95,14 +95,31 @@ def changed_buffers(model: nn.Module) -> list[str]:
     Modules change them in training mode. Those that have been cast since are left out, and those of
     another shape, such as tables that grow with the longest input.
     """
-    found = []
-    for owner, module in model.named_modules():
-        before = vars(module).get(_BUFFERS)
-        for name, (*kind, digest) in _digests(module).items() if before else ():
-            *old_kind, old = before.get(name, (*kind, digest))
-            if old_kind == kind and old != digest:
-                found.append(f"{owner}.{name}" if owner else name)
-    return found
+    return [
+        f"{owner}.{name}" if owner else name
+        for owner, module in model.named_modules()
+        for name, has_changed in _compared(module).items()
+        if has_changed
+    ]
+
+
+def is_unchanged(module: nn.Module, name: str) -> bool:
+    """Returns whether a module's buffer certainly holds what it did when the model was frozen."""
+    return _compared(module).get(name) is False
+
+
+def _compared(module: nn.Module) -> dict[str, bool]:
+    """Returns whether a module's own buffers have changed since the model was frozen for LoRA.
+
+    Those of which that is not known are left out.
+    """
+    before = vars(module).get(_BUFFERS)
+    now = _digests(module).items() if before else ()
+    return {
+        name: digest != before[name]
+        for name, digest in now
+        if name in before and before[name][:-1] == digest[:-1]
+    }
 
 
 def _digests(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:

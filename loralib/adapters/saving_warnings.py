@@ -13,7 +13,7 @@ from ..model_checks import weights_with_updates
 from ..stacks import stacked_weights
 from ..steps import trained_along
 from ..text import counted, in_short, module_label
-from ..trained import changed_buffers, is_never_frozen, noted
+from ..trained import changed_buffers, is_never_frozen, is_unchanged, noted
 from .adapter import LORA, Adapter
 from .model_settings import dropout_of, setting_of, takes_dropout
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES
@@ -115,12 +115,16 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if the adapter lacks running statistics, which training mode changes."""
+    """Returns a warning if the adapter lacks running statistics, which training mode changes.
+
+    Those that have not changed are the base's: of frozen norms, and of norms in evaluation mode.
+    """
     normed = [
         name
         for name, module in model.named_modules()
         if getattr(module, "running_mean", None) is not None
         and f"{name}.running_mean" not in adapter.tensors
+        and not is_unchanged(module, "running_mean")
     ]
     if not normed:
         return None

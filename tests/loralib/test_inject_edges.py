@@ -92,6 +92,7 @@ def test_a_frozen_A_stays_frozen():
 def test_running_statistics_that_are_not_saved_are_named(tmp_path, caplog):
     model = Normed()
     lora.add_lora(model, "conv", r=1, modules_to_train="head")
+    model(torch.ones(1, 2, 4, 4))
     (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
     assert "running statistics of 1 module (norm), " in remark
     assert remark in caplog.text
@@ -101,6 +102,19 @@ def test_running_statistics_that_are_not_saved_are_named(tmp_path, caplog):
     assert "norm.running_mean" in adapter_of(model).tensors
     remarks = lora.save_adapter(model, tmp_path / "b.safetensors")
     assert not [remark for remark in remarks if "statistics" in remark]
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_running_statistics_that_have_not_changed_are_the_base_s(tmp_path, is_cast):
+    """As of norms that are kept in eval(), or of frozen ones, whose statistics are constants."""
+    model = Normed()
+    lora.add_lora(model, "conv", r=1)
+    model.norm.eval()
+    model(torch.ones(1, 2, 4, 4))
+    if is_cast:  # what they were cannot be told any more
+        model.norm.double()
+    remarks = lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert any("statistics" in remark for remark in remarks) is is_cast
 
 
 class Quantizer(nn.Module):
@@ -186,6 +200,7 @@ def test_buffers_of_modules_that_are_trained_are_saved(tmp_path):
 def test_for_running_statistics_without_parameters_no_training_is_suggested(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4, affine=False)})
     lora.add_lora(model, "a", r=1)
+    model["norm"](torch.eye(4))
     (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
     assert remark.endswith("keep this module in eval()")
     with pytest.raises(ValueError, match="norm has no parameters to train"):
