@@ -491,7 +491,8 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=benchmark.description.split("\n")[0])
     add, rounds = parser.add_argument, benchmark.rounds
-    add("--peers_python", help="Python with requirements-peers.txt (default: this project alone)")
+    alone = "needed here" if benchmark.needs_peers else "default: this project alone"
+    add("--peers_python", help=f"Python with requirements-peers.txt ({alone})")
     add("--data_dir", type=Path, help=benchmark.data_help)
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
     add("--rounds", type=positive, default=rounds, help="turns per contestant (%(default)s)")

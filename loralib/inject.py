@@ -180,6 +180,8 @@ def add_lora(
             to adapt a weight with rows of zeros; a module is both adapted and in modules_to_train;
             a weight is tied; the model is wrapped (DDP, FSDP, compile), has an adapter of PEFT's,
             or its tensors are inference tensors.
+        TypeError: the model is not a module; or an argument is unknown, such as PEFT's
+            `target_modules`.
         UnsupportedLayerError: a module cannot have LoRA. Nothing is changed then.
     """
     check_model(model, targets)

@@ -299,6 +299,8 @@ def write_adapter(
         could not be checked.
 
     Raises:
+        TypeError: `adapter` is something else, such as a model.
+        ValueError: there is no such format.
         AlphaError: the format must record an alpha, and the adapter has none.
         NeedsMergingError: the format, or the models that read it, cannot express the adapter.
         CheckpointError: the adapter is not sound, or the name does not fit the format. Nothing is

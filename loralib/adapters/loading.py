@@ -252,6 +252,7 @@ def load_adapter(
         The names of the adapted modules, in the model's order.
 
     Raises:
+        TypeError: the model is not a module, as if the arguments are swapped.
         WrongBaseError: it was trained on another base.
         CheckpointError: there is no such adapter, it is damaged, or it does not fit the model.
         ValueError, UnsupportedLayerError: a module cannot be adapted, as for `add_lora`. In all

@@ -69,9 +69,11 @@ def save_adapter(
         Remarks that the user should see, one line each, as `write_adapter` returns them.
 
     Raises:
+        TypeError: the model is not a module, as if the arguments are swapped.
         ValueError: the model has no LoRA layers, has PEFT's layers as well, or is sharded. Or a
             module with LoRA or a trained parameter is offloaded, or has been quantized since. Or
-            bitsandbytes has packed a layer for evaluation. Or base, task or labels are invalid.
+            bitsandbytes has packed a layer for evaluation. Or format, base, task or labels are
+            invalid.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound, or the folder exists already.
     """

@@ -431,7 +431,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             The number of updates, the mean loss over them, and the run's metrics.
 
         Raises:
-            TrainingError: the loss is not finite.
+            ValueError: there is no training set, no set for the evaluations that are asked for, no
+                such checkpoint, or nothing to train; or a setting does not fit.
+            TrainingError: the loss is not finite; the metric of the best model is missing; or the
+                processes of a run differ.
             CheckpointError: the checkpoint to resume from is damaged or does not fit.
         """
         args = self.args

@@ -56,6 +56,10 @@ class TrainerEvaluation(TrainerLoaders):
             ignore_keys: the model's outputs that are not predictions; by default its
                 configuration's ``keys_to_ignore_at_inference``.
             metric_key_prefix: the prefix of every metric's name.
+
+        Raises:
+            ValueError: there is no set, or it has no length.
+            TrainingError: the outputs, the labels or the metrics are not as they have to be.
         """
         self._check_same_evaluation(eval_dataset if eval_dataset is not None else self.eval_dataset)
         loader = self._evaluation_loader("get_eval_dataloader", eval_dataset)
@@ -81,7 +85,7 @@ class TrainerEvaluation(TrainerLoaders):
         """Returns the model's predictions on a set and, if that has labels, the metrics.
 
         Predictions are the model's outputs without the loss; see `EvalPrediction`. The arguments
-        are those of `evaluate`.
+        are those of `evaluate`, and so are the errors.
         """
         self._check_same_evaluation(test_dataset)
         loader = self._evaluation_loader("get_test_dataloader", test_dataset)

@@ -43,6 +43,9 @@ class TrainerLoaders:
 
         Override it for another order or other batches. There have to be as many on every process,
         and a run that resumes within an epoch reads those it has seen again.
+
+        Raises:
+            ValueError: there is no `train_dataset`.
         """
         if self.train_dataset is None:
             raise ValueError("Trainer: training needs a train_dataset")
