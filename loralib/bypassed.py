@@ -156,8 +156,9 @@ def stacks_read_elsewhere(model: nn.Module, names: Iterable[str]) -> dict[str, s
         if not all(uses.are_all for uses in reached.values()):
             continue
         for method in _methods_that_use(kind, stack.parameter, reached):
-            after = [{*c[1:2]} for c in method.used if c[0] == stack.parameter]
-            if any(not each & _ABOUT for each in after) and _calls_a_module(stack.owner, method):
+            reads = [chain for chain in method.used if chain[0] == stack.parameter]
+            computes = any(not _is_only_asked(chain, 0) for chain in reads)
+            if computes and _calls_a_module(stack.owner, method):
                 found[name] = kind.__qualname__
     return found
 
@@ -261,7 +262,12 @@ def _owners_of_weight(begin: object, chain: Chain) -> list[object]:
     if "weight" not in chain:
         return []
     at = chain.index("weight")
-    return [] if {*chain[at + 1 : at + 2]} & _ABOUT else _values(begin, chain[:at])
+    return [] if _is_only_asked(chain, at) else _values(begin, chain[:at])
+
+
+def _is_only_asked(chain: Chain, at: int) -> bool:
+    """Returns whether code with this chain does not compute with the weight at this place in it."""
+    return not _ABOUT.isdisjoint(chain[at + 1 : at + 2])
 
 
 def _values(begin: object, chain: Chain) -> list[object]:
@@ -343,7 +349,7 @@ def _reads(
             part = tuple(parts[at:])
             near = [use for use in used[id(kind)] if use.chain[0] == part[0]]
             reads = [use for use in near if _reads_one(use.chain, part, weights)]
-            computing = [use for use in reads if not {*use.chain[len(part) + 1 :][:1]} & _ABOUT]
+            computing = [use for use in reads if not _is_only_asked(use.chain, len(part))]
             if computing:
                 others = [use for use in near if use not in reads]
                 calls = {use.is_certain for use in others if use.is_called and _is_part(use, part)}

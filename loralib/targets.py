@@ -57,10 +57,10 @@ def means(name: str, target: Target, stacks: Collection[str]) -> bool:
         target: any other than "all-linear".
         stacks: the names of the model's stacks.
     """
-    if matches(name, target) or name not in stacks:
-        return matches(name, target)
+    if matches(name, target):
+        return True
     layer = layer_of_stack(name)
-    return layer not in stacks and matches(layer, target)
+    return name in stacks and layer not in stacks and matches(layer, target)
 
 
 class Names:
@@ -246,7 +246,7 @@ def find(
             linear = all_linear(model)
             found = set(linear) - left_out
             if not found:
-                raise ValueError(_no_linear_layer(model, linear, guessed_head(model)))
+                raise ValueError(_no_linear_layer(model, linear))
         else:
             named = _named(model, names, target)
             found = named - left_out
@@ -407,7 +407,7 @@ def foreign_linear(
     such a layer. Modules with stacks of matrices, which can have LoRA, are not among them.
     """
     modules, stacks = _modules_and_stacks(model)
-    with_stacks = {stack.rpartition(".")[0] for stack in stacks.values()}
+    with_stacks = set(map(_owner, stacks.values()))
     left_out = _left_out(Names([*modules, *stacks], stacks), exclude, layers)
     excluded = {modules[name] for name in left_out if name in modules}
     is_layered = any(map(_is_within_layer, _linear_names(model)))
@@ -584,7 +584,7 @@ def _nothing_matches(
     """
     text, ends = text_of(target), sorted(_ends(names))
     offered: dict[str, None] = {}
-    near = difflib.get_close_matches(text.rpartition(".")[2], ends, n=6, cutoff=0.5)
+    near = difflib.get_close_matches(_last(text), ends, n=6, cutoff=0.5)
     for end in near:
         offered |= dict.fromkeys([each for each in likely if _last(each) == end] or [end])
     rest = [] if near else [end for end in ends if end not in map(_last, likely)]
@@ -641,17 +641,16 @@ def _is_expression(target: str, names: Iterable[str]) -> bool:
         return False
 
 
-def _no_linear_layer(model: nn.Module, linear: Collection[str], head: str | None) -> str:
+def _no_linear_layer(model: nn.Module, linear: Collection[str]) -> str:
     """Returns an error's message: "all-linear" means nothing.
 
     Args:
         model: the model.
         linear: the layers that it would mean, if they were not left out.
-        head: the layer that it takes for the head, see `guessed_head`.
     """
     if linear:
         return f"'{ALL_LINEAR}' means only modules that are left out, such as {min(linear)}"
-    if head is not None:
+    if (head := guessed_head(model)) is not None:
         return (
             f"'{ALL_LINEAR}' treats {module_label(head)}, the model's only linear layer, as the "
             "head and leaves it out: to adapt it, name it"

@@ -182,12 +182,14 @@ def head_within(name: str) -> str | None:
 
     None if the tensor is in no such module.
     """
-    for family in registered():
-        for head in family.heads.values():
-            for module in head.modules:
-                if module.startswith(family.backbone) and name.startswith(f"{module}."):
-                    return module
-    return None
+    found = (
+        module
+        for family in registered()
+        for head in family.heads.values()
+        for module in head.modules
+        if module.startswith(family.backbone) and name.startswith(f"{module}.")
+    )
+    return next(found, None)
 
 
 def top_module(name: str) -> str:

@@ -142,8 +142,8 @@ def _dtypes_of_matrices(parameters: Iterable[Tensor]) -> set[torch.dtype]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Returns whether a tensor has plain values, not offloaded, partitioned or quantized ones."""
-    has_values = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
-    return has_values and not is_partitioned(tensor) and unreadable(tensor) is None
+    has_values = not (is_lazy(tensor) or tensor.is_meta or is_partitioned(tensor))
+    return has_values and unreadable(tensor) is None
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

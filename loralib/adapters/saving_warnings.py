@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..functional import variant_of
 from ..in_place import replaced
@@ -53,9 +54,7 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
     base = {
         name: parameter.numel()
         for name, parameter in model.named_parameters()
-        if LORA.part not in name
-        and id(parameter) not in of_lora
-        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+        if LORA.part not in name and id(parameter) not in of_lora and not is_lazy(parameter)
     }
     held = (base.keys() & adapter.tensors.keys()) - noted(model).keys()
     size = sum(base[name] for name in held)

@@ -66,11 +66,8 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
             sink = _Sink(file)
             torch.save(value, cast(IO[bytes], sink))
         if sink.error is not None:
-            raise (
-                sink.error
-                if sink.error.errno not in DISK_FULL
-                else NoSpaceError(sink.error, f"{sink.size:,}")
-            )
+            is_full = sink.error.errno in DISK_FULL
+            raise NoSpaceError(sink.error, f"{sink.size:,}") if is_full else sink.error
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
