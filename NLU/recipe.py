@@ -327,7 +327,7 @@ def _check_size(flag: str, path: str, tensors: Mapping[str, Any], base: str) -> 
     Raises:
         ValueError: the weights have more layers than the model, or another width.
     """
-    from loralib.targets import layer_of
+    from loralib.module_names import layer_of
     from transformers import AutoConfig
 
     lora = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .in_place import original_class
+from .module_names import first_names
 from .sources import (
     ANY,
     ASKED,
@@ -32,7 +33,6 @@ from .sources import (
     uses_reached,
 )
 from .stacks import stack_named
-from .targets import first_names
 from .wrappers import has_own_forward
 
 # The attributes of a variable that a function uses, by its code and the variable's name.

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from .adapted_layers import AdaptedProjection, owner_of_weight
 from .lora_layer import LoRALayer, is_update_computed, lora_layers
+from .module_names import joined
 from .quantized_layers import keep_unpacked, let_pack
 from .wrappers import contains, drop_leftover_forward, has_own_forward, own_forward_message
 
@@ -199,7 +200,7 @@ def replaced(model: nn.Module) -> list[str]:
         lost = [n for n in sorted(noted & children.keys()) if not contains(children[n], LoRALayer)]
         moved = [n for n in children.keys() - noted if isinstance(children[n], LoRALayer)]
         if len(lost) > len(moved):
-            found += [f"{owner}.{name}" if owner else name for name in lost]
+            found += [joined(owner, name) for name in lost]
     return found
 
 

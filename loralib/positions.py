@@ -24,11 +24,13 @@ from typing import Any
 
 from torch import nn
 
+from .module_names import joined
+
 
 def shared_projections(model: nn.Module) -> set[str]:
     """Returns the names of a model's projections that positions share with contents."""
     return {
-        f"{owner}.{child}" if owner else child
+        joined(owner, child)
         for owner, module in _owners(model)
         for child in module.shared_with_positions
     }

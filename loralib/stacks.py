@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .module_names import joined
+
 _ENDING = "_lora"
 
 
@@ -42,7 +44,7 @@ def _is_stack(parameter: Tensor) -> bool:
 def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
     """Returns the stacks of all modules of a model, by their names in the model."""
     return {
-        f"{name}.{last}" if name else last: parameter
+        joined(name, last): parameter
         for name, module in model.named_modules()
         for last, parameter in stacks_in(module).items()
     }

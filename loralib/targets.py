@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from .experts import AdaptedStack
 from .layer_kinds import is_linear
+from .module_names import joined, layer_of
 from .stacks import is_suggested, layer_of_stack, stacks_in
 from .text import in_short, listed, module_label, shown
 
@@ -151,17 +152,6 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
     return numbers
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a model's modules to that module's first name, in the model's order.
-
-    A module that is used in several places has several names. State dicts list its tensors under
-    all of them, `named_parameters` only under the first.
-    """
-    first: dict[nn.Module, str] = {}
-    modules = model.named_modules(remove_duplicate=False)
-    return {name: first.setdefault(module, name) for name, module in modules if name}
-
-
 def first_names_of_targets(model: nn.Module) -> dict[str, str]:
     """Does what `first_names` does, for all that targets can name: modules and stacks."""
     modules, stacks = _modules_and_stacks(model)
@@ -180,35 +170,8 @@ def _modules_and_stacks(model: nn.Module) -> tuple[dict[str, str], dict[str, str
         if name and not isinstance(module, AdaptedStack):
             modules[name] = first_name
         for last in stacks_in(module):
-            stacks[_joined(name, last)] = _joined(first_name, last)
+            stacks[joined(name, last)] = joined(first_name, last)
     return modules, stacks
-
-
-def _joined(owner: str, last: str) -> str:
-    return f"{owner}.{last}" if owner else last
-
-
-def other_places(model: nn.Module) -> dict[str, str]:
-    """Maps the first name of each module that a model uses in several places to another name of it.
-
-    A module whose second name only comes from a second name of a block around it has no other
-    place.
-    """
-    found: dict[str, str] = {}
-    for name, first in first_names(model).items():
-        if name == first:
-            continue
-        (owner, _, last), (first_owner, _, first_last) = name.rpartition("."), first.rpartition(".")
-        is_same = model.get_submodule(owner) is model.get_submodule(first_owner)
-        if last != first_last or not is_same:
-            found.setdefault(first, name)
-    return found
-
-
-def layer_of(name: str) -> int | None:
-    """Returns the number of a module's layer: the first number in its name, if there is one."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
 
 
 def find(
@@ -319,7 +282,7 @@ def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collect
     """
     for owner in {_owner(name) for name in named}:
         beside = [
-            _joined(owner, name)
+            joined(owner, name)
             for name, module in model.get_submodule(owner).named_children()
             if any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))
         ]
@@ -606,7 +569,7 @@ def _largest_first(model: nn.Module, linear: Iterable[str], stacks: Iterable[str
     for name in stacks:
         at, _, last = name.rpartition(".")
         owner = _last(at)
-        end = last if owner.isdigit() else _joined(owner, last)
+        end = last if owner.isdigit() else joined(owner, last)
         sizes[end] += model.get_parameter(name).numel()
     return [end for end, _ in sizes.most_common() if not end.isdigit()]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .module_names import joined
 from .nn.bits import bits_of
 from .tensor_kinds import is_dense, is_fake, is_sharded, unreadable
 
@@ -44,7 +45,7 @@ def noted(model: nn.Module) -> dict[str, str | None]:
         has been changed since, by training or by loading another state.
     """
     return {
-        f"{owner}.{last}" if owner else last: source if parameter._version == version else None
+        joined(owner, last): source if parameter._version == version else None
         for owner, module in model.named_modules()
         for last, (source, version) in vars(module).get(_RECORD, {}).items()
         if (parameter := module._parameters.get(last)) is not None
@@ -96,7 +97,7 @@ def changed_buffers(model: nn.Module) -> list[str]:
     another shape, such as tables that grow with the longest input.
     """
     return [
-        f"{owner}.{name}" if owner else name
+        joined(owner, name)
         for owner, module in model.named_modules()
         for name, has_changed in _compared(module).items()
         if has_changed

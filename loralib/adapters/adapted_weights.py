@@ -11,10 +11,11 @@ from ..functional import Delta
 from ..io.tensors import same_tensor
 from ..layer_kinds import is_linear, out_in_sizes
 from ..model_checks import check_there
+from ..module_names import first_names, other_places
 from ..positions import shared_projections
 from ..quantized_layers import is_quantized_linear
 from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
-from ..targets import first_names, first_names_of_targets, other_places
+from ..targets import first_names_of_targets
 from ..text import module_label
 from .adapter import Adapter, lora_modules
 from .checks import check_positions

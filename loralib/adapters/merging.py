@@ -10,9 +10,9 @@ from ..errors import CheckpointError
 from ..experts import merge_stack
 from ..functional import merge
 from ..layer_kinds import out_in, unknown_layout
+from ..module_names import first_names
 from ..positions import unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
-from ..targets import first_names
 from .adapted_weights import AdaptedWeight, adapted_modules
 from .adapter import Adapter
 from .families import family_of

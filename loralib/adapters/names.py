@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterable
 
-from ..targets import layer_of
+from ..module_names import layer_of
 
 # Last parts of names that several modules of one layer have, so that they do not identify one.
 AMBIGUOUS = ("dense", "c_proj")

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from torch import nn
 
 from ..errors import CheckpointError
+from ..module_names import first_names
 from ..stacks import layer_of_stack, stacked_weights
-from ..targets import first_names
 from .adapter import LORA, Adapter
 from .peft import CONFIG_NAME, is_targeted, is_targeted_parameter
 

@@ -14,8 +14,8 @@ from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
+from ..module_names import layer_of
 from ..stacks import stack_of_layer
-from ..targets import layer_of
 from .adapter import Adapter, base_biases, lora_modules
 from .checksums import with_checksum
 from .deltas import (

@@ -24,9 +24,9 @@ from ..model_checks import (
     tensors_of,
     weights_with_updates,
 )
+from ..module_names import first_names, other_places
 from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..steps import was_trained_along
-from ..targets import first_names, other_places
 from ..text import in_short
 from ..trained import noted, untied_from
 from ..wrappers import without_wrappers

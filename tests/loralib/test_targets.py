@@ -7,13 +7,13 @@ import torch
 from any_models import AnyModel
 from torch import nn
 
+from loralib.module_names import layer_of
 from loralib.targets import (
     as_targets,
     by_pattern,
     check_exclusions,
     find,
     guessed_head,
-    layer_of,
     matches,
 )
 

@@ -22,7 +22,7 @@ from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AlphaError, CheckpointError
 from loralib.io.command_line import layers_of_words, pattern_of_words
-from loralib.targets import layer_of
+from loralib.module_names import layer_of
 
 from ..adaptation_settings import ADAPTATIONS, targets_of_modules
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
