@@ -115,11 +115,12 @@ def _compared(module: nn.Module) -> dict[str, bool]:
     Those of which that is not known are left out.
     """
     before = vars(module).get(_BUFFERS)
-    now = _digests(module).items() if before else ()
+    if not before:
+        return {}
     return {
-        name: digest != before[name]
-        for name, digest in now
-        if name in before and before[name][:-1] == digest[:-1]
+        name: now != before[name]
+        for name, now in _digests(module).items()
+        if name in before and before[name][:-1] == now[:-1]
     }
 
 
