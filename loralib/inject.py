@@ -69,10 +69,16 @@ from .inject_warnings import (
     warn_of_reads,
     warn_of_stacks,
     warn_of_task_heads,
+    warn_of_trained_before,
 )
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_no_peft_layers, check_whole
-from .modules_to_train import check_has_parameters, check_trained
+from .modules_to_train import (
+    check_has_parameters,
+    check_not_trained,
+    check_trained,
+    trained_as_wholes,
+)
 from .stacks import Stack, stack_named, stacked_weights
 from .steps import forget_steps, note_name
 from .targets import (
@@ -88,7 +94,7 @@ from .targets import (
     matched_stacks,
 )
 from .text import module_label
-from .trained import forget_frozen, note_trained
+from .trained import forget_frozen, forget_weights, note_trained
 from .utils import check_bias, freeze_base, train_biases
 from .zero3 import with_shapes
 
@@ -177,9 +183,9 @@ def add_lora(
         ValueError: a target or a pattern matches nothing; a target matches a module that has LoRA
             already; an exclusion matches nothing, or only a block around targets; a setting has the
             wrong type, or is out of range; a rank is larger than a dimension of its weight; DoRA is
-            to adapt a weight with rows of zeros; a module is both adapted and in modules_to_train;
-            a weight is tied; the model is wrapped (DDP, FSDP, compile), has an adapter of PEFT's,
-            or its tensors are inference tensors.
+            to adapt a weight with rows of zeros; a module is both adapted and in modules_to_train,
+            also of an earlier call; a weight is tied; the model is wrapped (DDP, FSDP, compile), has
+            an adapter of PEFT's, or its tensors are inference tensors.
         TypeError: the model is not a module; or an argument is unknown, such as PEFT's
             `target_modules`.
         UnsupportedLayerError: a module cannot have LoRA. Nothing is changed then.
@@ -211,6 +217,9 @@ def add_lora(
             names, common, rank_pattern, alpha_pattern, enable_lora, stacked_weights(model)
         )
         is_first = not lora_layers(model)
+        trained_before = trained_as_wholes(model, names)
+        if not is_first:
+            check_not_trained(model, names)
         adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
         if is_first:
             freeze_base(model)
@@ -218,6 +227,7 @@ def add_lora(
         for name in trained:
             module = model.get_submodule(name).requires_grad_(True)
             note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
+        warn_of_trained_before(trained_before)
         warn_of_no_parameters(without_parameters)
         warn_of_half_precision(model, trained)
         if ALL_LINEAR in targets:
@@ -343,6 +353,7 @@ def adapt(
     disable_fast_paths(model)
     new = {name: layer for name, layer in lora_layers(model).items() if name not in had_update}
     for name, layer in new.items():
+        forget_weights(layer.base)
         with recording_additions(model.get_submodule(name)):
             note_name(layer, name)
     note_adapted(model, new)

@@ -37,6 +37,16 @@ def warn_of_no_parameters(names: Collection[str]) -> None:
         )
 
 
+def warn_of_trained_before(names: Collection[str]) -> None:
+    """Warns of adapted modules that were trained as wholes before `remove_lora`."""
+    if names:
+        logger.warning(
+            "%s was trained as a whole before remove_lora (modules_to_train, or an adapter): its "
+            "weights belong to the base now, so save the base as well unless they never changed",
+            listed(map(module_label, names)),
+        )
+
+
 def warn_of_half_precision(model: nn.Module, trained: Iterable[str]) -> None:
     """Warns of modules_to_train in half precision, which loses steps that are small to a value.
 

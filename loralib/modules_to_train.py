@@ -14,6 +14,7 @@ from .model_checks import DTYPES, DTYPES_OF_BUFFERS
 from .targets import Target, matches
 from .tensor_kinds import has_own_dispatch, is_dense, unreadable
 from .text import module_label
+from .trained import noted_weights
 
 
 def check_has_parameters(
@@ -64,6 +65,22 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
                     "adapted, and its weight is frozen; leave the former out of modules_to_train, "
                     "or the latter out of targets"
                 )
+
+
+def trained_as_wholes(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns which of these modules and stacks are trained already, or come from an adapter."""
+    trained = noted_weights(model)
+    return [name for name in names if own_parameters(model, name) & trained]
+
+
+def check_not_trained(model: nn.Module, adapted: Iterable[str]) -> None:
+    """Checks that none of the modules to adapt is trained already, beside the LoRA of others."""
+    for name in trained_as_wholes(model, adapted):
+        raise ValueError(
+            f"{module_label(name)} is trained as a whole already, by an earlier modules_to_train "
+            "or an adapter, and no adapter can hold an update of it as well: leave it out of "
+            "targets, or call remove_lora first, which makes it a part of the base"
+        )
 
 
 def can_be_trained(module: nn.Module) -> bool:

@@ -52,6 +52,19 @@ def noted(model: nn.Module) -> dict[str, str | None]:
     }
 
 
+def noted_weights(model: nn.Module) -> set[Tensor]:
+    """Returns the parameters, except biases, that `note_trained` has noted in a model."""
+    names = (name for name in noted(model) if "bias" not in name.rpartition(".")[2])
+    return {model.get_parameter(name) for name in names}
+
+
+def forget_weights(module: nn.Module) -> None:
+    """Drops the record of a module's parameters, except biases: they are the base's again."""
+    record = vars(module).get(_RECORD, {})
+    for name in [name for name in record if "bias" not in name]:
+        del record[name]
+
+
 def note_untied(module: nn.Module, others: Iterable[str]) -> None:
     """Notes that an adapter has given a module its own weight in place of a tied one.
 

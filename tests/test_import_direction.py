@@ -131,6 +131,7 @@ MODULES = {
         "targets",
         "tensor_kinds",
         "text",
+        "trained",
     },
     "inject_warnings": {
         "bypassed",

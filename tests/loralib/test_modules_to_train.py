@@ -1,5 +1,7 @@
 """Tests of which modules can be trained besides LoRA, and which tensors adapters hold."""
 
+import copy
+
 import pytest
 import torch
 from any_models import Conv1D, assert_add_lora_refuses
@@ -205,3 +207,23 @@ def test_modules_in_half_precision_are_warned_of_as_small_steps_are_lost(caplog)
     assert not caplog.records
     steps(model)
     assert (model[1].weight != 1).all()
+
+
+def test_a_module_that_was_trained_as_a_whole_is_adapted_as_a_part_of_the_base(tmp_path, caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    lora.add_lora(model, "0", r=R, modules_to_train="1")
+    with pytest.raises(ValueError, match="module 1 is trained as a whole already, .* remove_lora"):
+        lora.add_lora(model, "1", r=R)
+    assert not hasattr(model[1], "lora_A")
+    assert model[1].weight.requires_grad
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    lora.remove_lora(model)
+    base = copy.deepcopy(model)
+    lora.add_lora(model, "1", r=R)
+    assert "module 1 was trained as a whole before remove_lora" in caplog.text
+    nn.init.normal_(model[1].lora_B)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.load_adapter(base, tmp_path / "a.safetensors")
+    x = torch.ones(2, 4)
+    assert torch.equal(base(x), model(x))
