@@ -184,8 +184,8 @@ def add_lora(
             already; an exclusion matches nothing, or only a block around targets; a setting has the
             wrong type, or is out of range; a rank is larger than a dimension of its weight; DoRA is
             to adapt a weight with rows of zeros; a module is both adapted and in modules_to_train,
-            also of an earlier call; a weight is tied; the model is wrapped (DDP, FSDP, compile), has
-            an adapter of PEFT's, or its tensors are inference tensors.
+            also of an earlier call; a weight is tied; the model is wrapped (DDP, FSDP, compile),
+            has an adapter of PEFT's, or its tensors are inference tensors.
         TypeError: the model is not a module; or an argument is unknown, such as PEFT's
             `target_modules`.
         UnsupportedLayerError: a module cannot have LoRA. Nothing is changed then.

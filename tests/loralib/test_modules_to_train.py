@@ -212,7 +212,7 @@ def test_modules_in_half_precision_are_warned_of_as_small_steps_are_lost(caplog)
 def test_a_module_that_was_trained_as_a_whole_is_adapted_as_a_part_of_the_base(tmp_path, caplog):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     lora.add_lora(model, "0", r=R, modules_to_train="1")
-    with pytest.raises(ValueError, match="module 1 is trained as a whole already, .* remove_lora"):
+    with pytest.raises(ValueError, match=r"module 1 is trained as a whole already, .* remove_lora"):
         lora.add_lora(model, "1", r=R)
     assert not hasattr(model[1], "lora_A")
     assert model[1].weight.requires_grad
