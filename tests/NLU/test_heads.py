@@ -66,6 +66,16 @@ def test_losses_of_logits_in_half_precision_are_computed_in_float32(loss):
     assert_same_bits({"loss": loss(logits, labels)}, {"loss": loss(logits.float(), labels)})
 
 
+@pytest.mark.parametrize(
+    ("loss", "classes"), [(classification_loss, 3), (classification_loss, 1), (mean_loss, 3)]
+)
+def test_losses_of_logits_in_float64_are_computed_in_it(loss, classes):
+    logits = torch.linspace(-1, 1, 12, dtype=torch.float64).view(-1, classes).requires_grad_()
+    labels = torch.zeros(len(logits), dtype=torch.long)
+    assert loss(logits, labels).dtype == torch.float64
+    assert torch.autograd.gradcheck(loss, (logits, labels))
+
+
 @pytest.mark.parametrize("family", maker.FAMILIES)
 def test_a_padded_answers_loss_is_the_mean_of_its_rows(family):
     """Upstream computes each row alone, without padding."""

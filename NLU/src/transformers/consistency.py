@@ -20,7 +20,7 @@ from torch import Tensor
 from loralib.nn.packing import PackedRows
 
 from .configuration_utils import PretrainedConfig
-from .modeling_losses import classification_loss
+from .modeling_losses import at_least_float32, classification_loss
 from .modeling_outputs import SequenceClassifierOutput
 from .modeling_utils import PreTrainedModel
 
@@ -129,7 +129,7 @@ def consistency_loss(first: Tensor, second: Tensor, labels: Tensor, reg_loss_wgt
         reg_loss_wgt: the weight of the divergences.
     """
     loss = classification_loss(first, labels) + classification_loss(second, labels)
-    both = (first.float(), second.float())
+    both = (at_least_float32(first), at_least_float32(second))
     mean = (sum(both) / 2).softmax(dim=-1)
     # The same as reduction="mean", which prints a warning.
     divergences = [

@@ -1,5 +1,6 @@
 """The losses of the models' heads."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,9 +25,10 @@ def classification_loss(
     labels = labels.flatten()
     if packed_rows is not None and packed_rows.is_filled:
         logits, labels = logits[:-1], labels[:-1]
+    logits = at_least_float32(logits)
     if logits.shape[-1] == 1:
-        return F.mse_loss(logits.squeeze(-1).float(), labels.float())
-    return F.cross_entropy(logits.float(), labels)
+        return F.mse_loss(logits.squeeze(-1), labels.to(logits.dtype))
+    return F.cross_entropy(logits, labels)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -36,5 +38,14 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (rows, classes).
         labels: (rows,).
     """
-    loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    logits = at_least_float32(logits)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return loss / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Returns logits in float32, in which a loss of those in half precision is computed, or wider.
+
+    A model in float64 has its loss in float64.
+    """
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
