@@ -62,7 +62,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_precision_params(parser)
     add_model_params(parser, default_card="gpt2.sm")
     parser.add_argument_group("LoRA").add_argument(
-        "--lora_path", help="the LoRA part, model.<step>.pt, if --init_checkpoint is only the base"
+        "--lora_path",
+        help="the LoRA adapter, if --init_checkpoint is only the base: a model.<step>.pt, or any "
+        "other format, such as a folder of PEFT's or its name on the hub",
     )
     add_gpu_params(parser)
     add_log_level(parser)

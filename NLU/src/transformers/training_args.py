@@ -86,7 +86,12 @@ _PRECISION = "the precision is set by --bf16 or --fp16"
 
 @dataclass
 class TrainingArguments:
-    """The settings of a run, with the names of the release's flags."""
+    """The settings of a run, with the names of the release's flags.
+
+    Raises:
+        ValueError: a setting has the wrong type, is out of range, or has no meaning here; or two do
+            not go together.
+    """
 
     # Flags of today's Transformers, and what is meant by them here; see `ArgumentParser`.
     _other_names: ClassVar[dict[str, str]] = {
