@@ -13,6 +13,15 @@ def test_links_and_anchors_resolve(page):
     assert list(broken_links(page)) == []
 
 
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_files_that_are_named_exist(page):
+    """Those in backticks in a folder of the project; * stands for any characters."""
+    parts = "benchmarks|docs|examples|loralib|NLG|NLU|tests|utils"
+    text = (ROOT / page).read_text("utf-8")
+    named = set(re.findall(rf"`((?:{parts})/[\w*./-]*\.(?:ini|ipynb|md|py|sh|txt))`", text))
+    assert sorted(name for name in named if not any(ROOT.glob(name))) == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 125
 
