@@ -127,14 +127,14 @@ def add_lora(
     *,
     exclude: Target | Iterable[Target] = (),
     layers: Iterable[int] | None = None,
-    rank_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
+    rank_pattern: Mapping[Target, int] | None = None,
+    alpha_pattern: Mapping[Target, float] | None = None,
     bias: str = "none",
     modules_to_train: Target | Iterable[Target] | None = None,
     variant: str = "lora",
     initialization: str = "default",
     freeze_A: bool = False,
-    enable_lora: Mapping[str, Sequence[bool]] | None = None,
+    enable_lora: Mapping[Target, Sequence[bool]] | None = None,
     untie: bool = False,
 ) -> tuple[str, ...]:
     """Gives modules of a model a low-rank update each, in place, and freezes the rest.
@@ -275,9 +275,9 @@ def _with_output_projections(
 def _settings_by_name(
     names: Iterable[str],
     common: LayerSettings,
-    rank_pattern: Mapping[str, int] | None,
-    alpha_pattern: Mapping[str, float] | None,
-    enable_lora: Mapping[str, Sequence[bool]] | None,
+    rank_pattern: Mapping[Target, int] | None,
+    alpha_pattern: Mapping[Target, float] | None,
+    enable_lora: Mapping[Target, Sequence[bool]] | None,
     stacks: Collection[str],
 ) -> dict[str, LayerSettings]:
     """Returns the settings of each module and stack: the common ones, unless a pattern matches."""
@@ -296,8 +296,8 @@ def _settings_by_name(
 
 
 def _flags_by_pattern(
-    enable_lora: Mapping[str, Sequence[bool]] | None,
-) -> Mapping[str, tuple[bool, ...]]:
+    enable_lora: Mapping[Target, Sequence[bool]] | None,
+) -> Mapping[Target, tuple[bool, ...]]:
     """Returns enable_lora with tuples as values, as the first module would use up an iterator.
 
     What is not a mapping is returned unchanged, for `by_pattern` to refuse.

@@ -403,7 +403,7 @@ def _is_within_layer(name: str) -> bool:
 
 def by_pattern(
     names: Iterable[str],
-    patterns: Mapping[str, _Value],
+    patterns: Mapping[Target, _Value] | Mapping[str, _Value],
     default: _Value,
     stacks: Collection[str] = (),
 ) -> dict[str, _Value]:
