@@ -98,8 +98,8 @@ def read_adapter(
 ) -> Adapter:
     """Reads an adapter of any format.
 
-    The release's format has no metadata. If this project wrote the file, its sidecar, the
-    safetensors file next to it, holds the same tensors, and the metadata is taken from there.
+    The release's format has no metadata. For a file that a run of this project wrote, it is taken
+    from the sidecar, the run's safetensors file next to it, if that holds the same tensors.
 
     Args:
         source: a file; a folder with an adapter file, such as a checkpoint's folder or one of
