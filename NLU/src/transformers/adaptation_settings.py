@@ -94,11 +94,11 @@ def check_same_adaptation(
     Raises:
         ValueError: they differ.
     """
-    for switch, settings in ADAPTATIONS.items():
-        if values.get(switch):
-            for name in (switch, *settings):
-                if name not in _MAY_CHANGE and asked_for.get(name) is not None:
-                    check_same_setting(source, name, values, asked_for[name])
+    adaptations = {switch: names for switch, names in ADAPTATIONS.items() if values.get(switch)}
+    for switch, settings in adaptations.items():
+        for name in (switch, *settings):
+            if name not in _MAY_CHANGE and asked_for.get(name) is not None:
+                check_same_setting(source, name, values, asked_for[name])
 
 
 def check_same_setting(source: str, name: str, values: Mapping[str, Any], wanted: Any) -> None:

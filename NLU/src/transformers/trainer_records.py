@@ -139,23 +139,26 @@ class TrainerRecords:
             return []
         seconds = runs[-1]["train_runtime"]
         steps = training_in_words(self.state.global_step, self._resumed_from, seconds)
-        rows = [("trained", f"{trained_in_words(self.model)}; {steps}")]
+        best = self._about_best(history[: history.index(runs[-1])])
+        return [("trained", f"{trained_in_words(self.model)}; {steps}"), *best]
+
+    def _about_best(self, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+        """Returns a row about the best evaluation in a run's records, or none without any."""
         metric = self.args.eval_metric_name or "eval_loss"
-        before_end = history[: history.index(runs[-1])]
-        during = [r for r in before_end if not math.isnan(r.get(metric, math.nan))]
-        if during:
-            choose = max if self.args.greater_is_better else min
-            best = choose(during, key=lambda record: record[metric])
-            scores = {name.removeprefix("eval_"): v for name, v in best.items() if is_score(name)}
-            own = metric.removeprefix("eval_")
-            figures = {own: best[metric], **scores}
-            shown = {n: v for n, v in figures.items() if n != "step" and isinstance(v, Real)}
-            listed = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-            last, is_kept = self.state.global_step, self.args.load_best_model_at_end
-            kept = "" if is_kept or best["step"] == last else f"; the model is from step {last:,}"
-            when = f"step {best['step']:,}, epoch {best['epoch']:g}"
-            rows.append(("best", f"{when}: {listed} (by {own}){kept}"))
-        return rows
+        evaluations = [r for r in records if not math.isnan(r.get(metric, math.nan))]
+        if not evaluations:
+            return []
+        choose = max if self.args.greater_is_better else min
+        best = choose(evaluations, key=lambda record: record[metric])
+        scores = {name.removeprefix("eval_"): v for name, v in best.items() if is_score(name)}
+        own = metric.removeprefix("eval_")
+        figures = {own: best[metric], **scores}
+        shown = {n: v for n, v in figures.items() if n != "step" and isinstance(v, Real)}
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        last, is_kept = self.state.global_step, self.args.load_best_model_at_end
+        kept = "" if is_kept or best["step"] == last else f"; the model is from step {last:,}"
+        when = f"step {best['step']:,}, epoch {best['epoch']:g}"
+        return [("best", f"{when}: {listed} (by {own}){kept}")]
 
     def _mean_loss(self, total: float, steps: int, weight: float, empty: int) -> float:
         """Returns the mean loss of updates over all processes.

@@ -93,25 +93,29 @@ def _object_in(path: str) -> dict[str, Any] | None:
 
 
 def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields a row for each question of SQuAD's nested format (articles, paragraphs, questions).
-
-    The answers are None if the file gives none and does not mark the question as impossible.
-    """
+    """Yields a row for each question of SQuAD's nested format (articles, paragraphs, questions)."""
     for number, article in enumerate(articles, start=1):
         try:
             for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
-                    answers = question.get("answers", [] if question.get("is_impossible") else None)
-                    yield {
-                        "id": question["id"],
-                        "question": question["question"],
-                        "context": paragraph["context"],
-                        ANSWERS: None if answers is None else _in_columns(answers),
-                    }
+                yield from (_row(paragraph, question) for question in paragraph["qas"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}: article {number} does not have SQuAD's structure: {error}"
             ) from error
+
+
+def _row(paragraph: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a question about a paragraph.
+
+    The answers are None if the file gives none and does not mark the question as impossible.
+    """
+    answers = question.get("answers", [] if question.get("is_impossible") else None)
+    return {
+        "id": question["id"],
+        "question": question["question"],
+        "context": paragraph["context"],
+        ANSWERS: None if answers is None else _in_columns(answers),
+    }
 
 
 def _in_columns(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
