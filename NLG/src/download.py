@@ -145,15 +145,7 @@ def _unpack_e2e(archive: Path, source: str, splits: list[tuple[str, str, int]], 
     with tempfile.TemporaryDirectory() as scratch:
         for name, target, rows in splits:
             table = Path(scratch, name)
-            try:
-                with zipfile.ZipFile(archive) as file:
-                    content = file.read(f"e2e-dataset/{name}")
-            except (KeyError, ValueError, *ZIP_ERRORS) as error:
-                reason = str(error) or "it is truncated"
-                raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
-            except OSError as error:
-                raise OSError(error_in_words(error)) from error
-            table.write_bytes(content)
+            table.write_bytes(_read_member(archive, source, f"e2e-dataset/{name}"))
             try:
                 lines = as_lines(table)
             except ValueError as error:
@@ -162,6 +154,18 @@ def _unpack_e2e(archive: Path, source: str, splits: list[tuple[str, str, int]], 
             if len(lines) != rows:
                 raise ValueError(f"{source}: {name} has {len(lines):,} rows, not {rows:,}")
             write_lines(root / target, lines)
+
+
+def _read_member(archive: Path, source: str, name: str) -> bytes:
+    """Returns the content of a file in an archive, which errors call `source`."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return file.read(name)
+    except (KeyError, ValueError, *ZIP_ERRORS) as error:
+        reason = str(error) or "it is truncated"
+        raise ValueError(f"{source}: holds no {name} ({reason})") from error
+    except OSError as error:
+        raise OSError(error_in_words(error)) from error
 
 
 def fetch_checkpoint(name: str, root: Path) -> None:
