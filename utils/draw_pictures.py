@@ -7,8 +7,6 @@ docs/pictures/quickstart.png is not drawn here. It is quickstart_output/learning
 quickstart.sh writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The SVG is built here element by element, so that its bytes depend only on this 
 background, so that it looks the same on dark and light pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from xml.etree import ElementTree
 

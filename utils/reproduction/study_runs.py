@@ -1,7 +1,5 @@
 """Carries out the study's runs of the encoder."""
 
-from __future__ import annotations
-
 import logging
 import math
 import multiprocessing

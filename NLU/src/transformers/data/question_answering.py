@@ -10,8 +10,6 @@ stands for "no answer here": in rows that do not contain their answer, it is sta
 Source: Devlin et al. 2018, sections 4.2 and 4.3 (BERT), for rows, answers and null answers.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Tokenizers split words. A word's tag becomes the label of its first token, and t
 word's other tokens, unless all of them are to get its tag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

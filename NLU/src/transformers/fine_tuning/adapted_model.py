@@ -5,8 +5,6 @@ metadata, `load_config` turns the flags into the model's settings, and `build_mo
 model, in which only the parameters to train are not frozen.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence

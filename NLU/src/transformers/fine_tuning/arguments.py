@@ -1,7 +1,5 @@
 """The flags that the tasks' scripts share: the model and how it is adapted, and the data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar

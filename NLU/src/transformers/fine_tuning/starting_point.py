@@ -1,7 +1,5 @@
 """What a run starts from, an adapter or a model, and whether it fits the run's data."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
