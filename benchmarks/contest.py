@@ -27,7 +27,7 @@ import torch
 from chart import Bar, draw
 from tqdm import tqdm
 
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 from loralib.io.pictures import check_can_save, save_figure
 
 ROOT = Path(__file__).resolve().parent
@@ -147,7 +147,7 @@ class Benchmark:
 
     Args:
         name: the name of the script, with which the names of its workers begin.
-        description: the script's docstring.
+        description: the script's docstring; None with ``python -OO``.
         data_help: the help of `--data_dir`.
         rounds: the default number of rounds.
         flags: the flags that only this benchmark has.
@@ -156,7 +156,7 @@ class Benchmark:
     """
 
     name: str
-    description: str
+    description: str | None
     data_help: str
     rounds: int
     flags: Sequence[CountFlag]
@@ -489,7 +489,7 @@ def machine(results: Results, load: float, is_quick: bool) -> str:
 
 def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
-    parser = ArgumentParser(description=benchmark.description.split("\n")[0])
+    parser = ArgumentParser(description=summary(benchmark.description))
     add, rounds = parser.add_argument, benchmark.rounds
     alone = "needed here" if benchmark.needs_peers else "default: this project alone"
     add("--peers_python", help=f"Python with requirements-peers.txt ({alone})")

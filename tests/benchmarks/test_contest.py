@@ -239,6 +239,17 @@ def test_wrong_flags_are_refused(contest, capsys, given, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("docstring", "shown"), [("One line.\nMore.", "One line."), (None, "")])
+def test_help_needs_no_docstring(contest, capsys, docstring, shown):
+    """Python -OO leaves docstrings out."""
+    benchmark = contest.Benchmark("x", docstring, "", rounds=1, flags=[], measure=None)
+    with pytest.raises(SystemExit):
+        contest.parse(benchmark, ["--help"])
+    help_text = capsys.readouterr().out
+    assert shown in help_text
+    assert "More." not in help_text
+
+
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
     contest, capsys, monkeypatch, tmp_path
 ):
