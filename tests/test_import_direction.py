@@ -177,6 +177,7 @@ MODULES = {
         "lora_layer",
         "model_checks",
         "module_names",
+        "modules_to_train",
         "positions",
         "quantized_layers",
         "stacks",

@@ -11,6 +11,7 @@ from ..in_place import replaced
 from ..initialization import starts_from_weight
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import weights_with_updates
+from ..modules_to_train import can_be_trained
 from ..stacks import stacked_weights
 from ..steps import trained_along
 from ..text import counted, in_short, module_label
@@ -161,14 +162,10 @@ def _changed_buffers(model: nn.Module, adapter: Adapter) -> str | None:
 def _ways_out(model: nn.Module, owners: Collection[str], these: str) -> str:
     """Returns advice on modules whose buffers change in training mode; `these` stands for them."""
     them = "it" if len(owners) == 1 else "them"
-    can_be_trained = all(_can_be_trained(model.get_submodule(name)) for name in owners)
-    also = f", or name {them} in modules_to_train" if can_be_trained else ""
+    modules = [model.get_submodule(name) for name in owners]
+    is_possible = all(can_be_trained(module) and not lora_layers(module) for module in modules)
+    also = f", or name {them} in modules_to_train" if is_possible else ""
     return f"keep {these} in eval(){also}"
-
-
-def _can_be_trained(module: nn.Module) -> bool:
-    """Returns whether `modules_to_train` may have a module: one with parameters, without LoRA."""
-    return next(module.parameters(), None) is not None and not lora_layers(module)
 
 
 def _replaced(model: nn.Module, adapter: Adapter) -> str | None:
