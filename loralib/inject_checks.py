@@ -115,7 +115,7 @@ def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
     """
     module, what = model.get_submodule(name), module_label(name)
-    if isinstance(module, LoRALayer) and module.r > 0:
+    if isinstance(module, LoRALayer) and (module.r > 0 or "q_proj" in module._modules):
         if not is_in_place(module):
             raise ValueError(f"{what} was built as a LoRA layer: {_LEAVE_OUT}")
         raise ValueError(

@@ -34,6 +34,13 @@ def test_out_proj_can_be_excluded_or_have_a_rank_of_its_own():
     assert (layer.r, layer.out_proj.r) == (2, 1)
 
 
+def test_an_attention_with_separate_projections_is_not_adapted_twice():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2, kdim=3)})
+    lora.add_lora(model, "attention", r=2)
+    with pytest.raises(ValueError, match="attention has LoRA already: remove_lora"):
+        lora.add_lora(model, "attention", r=2, exclude="out_proj")
+
+
 def test_out_proj_can_be_adapted_before_its_attention():
     model, attention = AnyModel().eval(), "encoder.layers.0.self_attn"
     expected = model(ids())

@@ -294,7 +294,11 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
     def _padded_attention(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PaddedAttention]:
-        """Does what `EncoderModel` does, but padding attends to nothing, as upstream."""
+        """Does what `EncoderModel` does, but padding attends to nothing, as in the release.
+
+        In upstream's later versions, padding attends to all columns alike. That shows in the
+        classification of rows that start with padding.
+        """
         if head_mask is not None:
             raise TypeError("DeBERTa-v2 has no head_mask; pass embeddings as inputs_embeds=")
         if rows.mask is not None and rows.mask.dim() > 2:
