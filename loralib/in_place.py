@@ -63,7 +63,7 @@ def restore(module: nn.Module) -> None:
     set_class(module, conversion.before)
 
 
-def was_converted(module: nn.Module) -> bool:
+def was_converted(module: nn.Module | LoRALayer) -> bool:
     """Returns whether a module was converted: it was plain before it was adapted."""
     return "_converted" in vars(module)
 
@@ -109,7 +109,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return vars(module)["_converted"].before if was_converted(module) else type(module)
 
 
-def is_in_place(module: nn.Module) -> bool:
+def is_in_place(module: nn.Module | LoRALayer) -> bool:
     """Returns whether this LoRA layer was made by adapting a model's module, as by `add_lora`."""
     return was_converted(module) or isinstance(module, AdaptedProjection)
 
