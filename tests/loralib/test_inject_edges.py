@@ -218,6 +218,7 @@ def test_for_running_statistics_without_parameters_no_training_is_suggested(tmp_
 def test_for_running_statistics_of_a_scripted_module_no_training_is_suggested(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": torch.jit.script(nn.BatchNorm1d(4))})
     lora.add_lora(model, "a", r=1)
+    model["norm"](torch.eye(4))
     (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
     assert remark.endswith("keep this module in eval()")
     with pytest.raises(ValueError, match="norm cannot be trained as it is: it is scripted"):
