@@ -13,7 +13,7 @@ from .bypassed import bypassed, weight_names
 from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import can_be_converted, is_in_place, own_names, unparametrized_class
-from .initialization import initializes
+from .initialization import initializes, start_is_deferred
 from .layer_kinds import added_attributes, is_conv1d, is_linear, out_in, out_in_sizes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
@@ -251,7 +251,8 @@ def _check_settings(name: str, module: nn.Module, out: int, settings: LayerSetti
     if settings.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
-        Embedding.check_update(module.max_norm, settings.freeze_A, settings.initialization)
+        freeze_A = settings.freeze_A and not start_is_deferred()  # a file brings A
+        Embedding.check_update(module.max_norm, freeze_A, settings.initialization)
     LoRALayer(**settings.of_layer())  # runs its checks of the settings
 
 

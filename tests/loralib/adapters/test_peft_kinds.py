@@ -436,3 +436,16 @@ def test_settings_that_were_changed_after_writing_are_refused(tmp_path, changed,
     _, config, _ = saved(tmp_path, "linear", variant="dora")
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | changed))
     refused(lambda: read_adapter(tmp_path / "a"), tmp_path / "a", message)
+
+
+def test_an_embedding_s_frozen_A_that_was_made_from_the_weight_is_loaded(tmp_path):
+    """In PEFT's format its initialization is the default one, which would freeze A at zero."""
+    base = nn.ModuleList([nn.Embedding(6, 4)])
+    model = copy.deepcopy(base)
+    lora.add_lora(model, "0", r=2, initialization="pissa", freeze_A=True)
+    nn.init.normal_(model[0].lora_B)
+    lora.save_adapter(model, tmp_path / "a")
+    lora.load_adapter(base, tmp_path / "a")
+    assert not base[0].lora_A.requires_grad
+    ids = torch.arange(6)
+    torch.testing.assert_close(base[0](ids), model[0](ids))
