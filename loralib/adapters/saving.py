@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..experts import AdaptedStack
+from ..in_place import replaced
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, is_update_computed, lora_layers
 from ..model_checks import (
@@ -27,7 +28,7 @@ from ..model_checks import (
 from ..module_names import first_names, other_places
 from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..steps import was_trained_along
-from ..text import in_short
+from ..text import counted, in_short
 from ..trained import noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
@@ -125,10 +126,7 @@ def _adapter_of(
 ) -> Adapter:
     layers = lora_layers(model)
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter add it, merge "
-            "and remove_lora remove it"
-        )
+        raise ValueError(f"{type(model).__name__} has no LoRA to save: {_why_without_lora(model)}")
     check_no_peft_layers(model)
     check_unsharded(model, "it is saved")
     check_unpacked(
@@ -160,6 +158,16 @@ def _adapter_of(
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def _why_without_lora(model: nn.Module) -> str:
+    lost = replaced(model)
+    if not lost:
+        return "add_lora and load_adapter add it, merge and remove_lora remove it"
+    return (
+        f"that of {counted(len(lost), 'module')} ({in_short(lost, at_most=4)}) is lost: replaced "
+        "since add_lora, as by a quantization; replace modules before add_lora, or after merge"
+    )
 
 
 def _check_layers(layers: dict[str, LoRALayer]) -> None:

@@ -33,6 +33,15 @@ def test_a_layer_that_was_replaced_is_named(tmp_path, is_copied):
     assert not said(model, tmp_path)
 
 
+def test_a_model_of_which_all_lora_was_replaced_says_so(tmp_path):
+    """As libraries do that quantize a model's linear layers."""
+    model = drawn(Net(), ["head"])
+    model.head = nn.Linear(6, 9)
+    message = r"Net has no LoRA to save: that of 1 module \(head\) is lost: replaced since add_lora"
+    with pytest.raises(ValueError, match=message):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+
+
 def test_what_was_wrapped_moved_or_taken_away_is_not_named(tmp_path):
     class Wrapper(nn.Module):
         def __init__(self, layer):
