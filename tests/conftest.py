@@ -70,13 +70,20 @@ def tmp_path(tmp_path_factory):
     return tmp_path_factory.mktemp("0")
 
 
+_SCRIPTS = Path(__file__).resolve().parents[1] / "NLG" / "src"
+LOG_LEVELS = {"": logging.WARNING} | dict.fromkeys(
+    ("loralib", "transformers", "__main__", *(path.stem for path in _SCRIPTS.glob("*.py"))),
+    logging.NOTSET,
+)
+
+
 @pytest.fixture(autouse=True)
 def log_levels():
     """Resets the log levels, which scripts set, to those of a new process before each test."""
-    logging.getLogger().setLevel(logging.WARNING)
-    scripts = Path(__file__).resolve().parents[1] / "NLG" / "src"
-    for name in ("loralib", "transformers", "__main__", *(p.stem for p in scripts.glob("*.py"))):
-        logging.getLogger(name).setLevel(logging.NOTSET)
+    for name, level in LOG_LEVELS.items():
+        logger = logging.getLogger(name)
+        if logger.level != level:  # setting a level goes through all loggers there are
+            logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
