@@ -3,6 +3,7 @@
 Tests that need a GPU are marked `gpu`. `pytest -m gpu` runs only those, and hides no GPU.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -50,6 +51,19 @@ def pytest_configure(config):
 def pytest_configure_node(node):
     # Workers of pytest-xdist start with the environment that hides the GPUs.
     node.workerinput["seen_gpus"] = node.config.stash[SEEN_GPUS]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects tests without Python's collector of garbage, which would look at all of them again
+    and again, and need not look at them later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

