@@ -17,6 +17,8 @@ if [ "${1:-}" = --fast ]; then
     shift
     settings=(-n 2 -m "not (slow or distributed or fuzz)")
 fi
+# Tests start Python hundreds of times, which must not compile the project anew each time.
+unset PYTHONDONTWRITEBYTECODE
 bash utils/make_environment.sh --with-tests
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
