@@ -291,9 +291,13 @@ SCRIPTS = (
 )
 
 
+# Installed libraries that are slow to import.
+HEAVY = {"datasets", "pandas", "pyarrow", "scipy", "sklearn", "sympy", "torch._dynamo"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_import_pytorch_without_the_collector_and_need_no_docstrings(script):
+def test_help_needs_pytorch_without_the_collector_and_neither_docstrings_nor_heavy_imports(script):
     """The collector is on again when they begin to work. Python -OO leaves docstrings out."""
     path = ROOT / script
     code = (
@@ -304,7 +308,8 @@ def test_scripts_import_pytorch_without_the_collector_and_need_no_docstrings(scr
         f"    runpy.run_path({str(path)!r}, run_name='__main__')\n"
         "full = gc.get_stats()[2]['collections']\n"
         "print('torch' in sys.modules, full, gc.get_freeze_count() > 10**5, gc.isenabled())\n"
-        "print(out.getvalue()[:7])"
+        "print(out.getvalue()[:7])\n"
+        f"print(*sorted({HEAVY} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "0", "True", "True", "usage:"], done.stderr
