@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ import datasets
 import pytest
 from compare import assert_same_bits
 from glue_runs import LORA, SCRIPT, common, lora_of, on_rte, own_rows, results, write
+from launches import fork_server
 from paths import SHARED
 from safetensors import safe_open
 
@@ -596,7 +595,10 @@ dataset_info:
 
 
 @pytest.mark.slow
-def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tiny_glue, tmp_path):
+def test_glue_and_model_by_name_from_the_hub(
+    hub_server, trained, tiny_base, tiny_glue, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").table
     folder = hub_server.root / "datasets" / "nyu-mll" / "glue"
@@ -622,13 +624,8 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
         if "--data_dir" in arguments:
             at = arguments.index("--data_dir")
             del arguments[at : at + 2]
-        result = subprocess.run(
-            [sys.executable, SCRIPT, *map(str, arguments)],
-            env=hub_server.environment(tmp_path / "home", **environment),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        variables = hub_server.environment(tmp_path / "home", **environment)
+        result = fork_server("hub").run([SCRIPT, *arguments], variables, timeout=300)
         assert result.returncode == 0, result.stderr
 
     call("online")

@@ -1,10 +1,10 @@
 """Runs code in a process whose only hub is the tests' own."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from launches import fork_server
 
 
 def run_on_hub(hub: Any, home: Path, code: str, **environment: str) -> list:
@@ -16,11 +16,6 @@ def run_on_hub(hub: Any, home: Path, code: str, **environment: str) -> list:
         code: Python.
         environment: variables for the process.
     """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=hub.environment(home, **environment),
-        capture_output=True,
-        text=True,
-    )
+    result = fork_server("hub").run(["-c", code], hub.environment(home, **environment), timeout=300)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
