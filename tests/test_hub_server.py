@@ -1,11 +1,10 @@
 """Tests of the local hub server, as huggingface_hub and datasets use it."""
 
 import json
-import subprocess
-import sys
 import urllib.request
 
 import pytest
+from launches import fork_server
 
 GLUE_CARD = """---
 configs:
@@ -76,12 +75,7 @@ def hub(hub_server):
 
 
 def run_python(hub, home, code: str, **environment: str) -> list[str]:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=hub.environment(home, **environment),
-        capture_output=True,
-        text=True,
-    )
+    result = fork_server("hub").run(["-c", code], hub.environment(home, **environment), timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -1,13 +1,12 @@
 """RoBERTa's tokenizer files: saved, opened, damaged and from the hub."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import make_tokenizer_fixture as maker
 import pytest
 from datasets.fingerprint import Hasher
+from launches import fork_server
 from tiny_tokenizer import CLS, FIXTURE, PAD, SEP, VOCABULARY_SIZE, ids_of, write
 from tokenizers import Tokenizer, models
 
@@ -251,13 +250,7 @@ def test_from_the_hub(tokenizer, hub_server, tmp_path, monkeypatch):
         "print(tokenizer.encode('The rain <mask>'))"
     )
     environment = {"HF_ENDPOINT": hub_server.url, "HOME": str(tmp_path), "PATH": ""}
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "cache")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = fork_server("hub").run(["-c", code, tmp_path / "cache"], environment, timeout=300)
     assert json.loads(result.stdout or "null") == tokenizer.encode("The rain <mask>"), result.stderr
     asked = " ".join(map(str, hub_server.requests))
     assert "tokenizer.json" in asked

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conversions import OUT, SCRIPT, assert_same_tensors, close, make_base, plain_logits
+from launches import fork_server
 
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 
@@ -193,8 +194,9 @@ for call in json.loads(sys.argv[2]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["roberta", "gpt2"])
-def test_names_on_the_hub(hub_server, trained, tmp_path, family):
+def test_names_on_the_hub(hub_server, trained, tmp_path, monkeypatch, family):
     """PEFT's adapter names a revision of its base, at which the base is read."""
+    monkeypatch.chdir(tmp_path)
     given = trained[family]
     base = make_base(hub_server.root / "org" / "base", family)
     commit = hub_server.find(None, "org/base", None).commit()
@@ -206,13 +208,8 @@ def test_names_on_the_hub(hub_server, trained, tmp_path, family):
         ["me/none", "x.bin"],
         ["me/adapter", "x.bin", "--base", "org/none"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS, str(SCRIPT.parent), json.dumps(calls)],
-        cwd=tmp_path,
-        env=hub_server.environment(tmp_path / "home"),
-        capture_output=True,
-        text=True,
-    )
+    words = ["-c", CALLS, SCRIPT.parent, json.dumps(calls)]
+    done = fork_server("hub").run(words, hub_server.environment(tmp_path / "home"), timeout=300)
     assert done.stderr == ""
     close(plain_logits(tmp_path / "out", family), given.logits)
     names = {"vocab.json", "merges.txt"}
