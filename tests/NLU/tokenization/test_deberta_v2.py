@@ -4,10 +4,9 @@ import base64
 import copy
 import json
 import logging
+import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import make_deberta_tokenizer_fixture as maker
@@ -18,6 +17,7 @@ from compare import rounding
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from encoder_options import ENCODER_TERMS
+from launches import fork_server
 
 from transformers import (
     AutoTokenizer,
@@ -355,9 +355,8 @@ def test_hash_is_the_same_in_another_process(tokenizer, tiny):
         "from transformers import DebertaV2Tokenizer as D\n"
         "print(Hasher.hash(D.from_pretrained(sys.argv[1])))"
     )
-    command = [sys.executable, "-c", code, str(tiny)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == Hasher.hash(tokenizer)
+    result = fork_server("others").run(["-c", code, tiny], os.environ, timeout=300)
+    assert result.stdout.strip() == Hasher.hash(tokenizer), result.stderr
 
 
 def test_hash_tells_tokenizers_apart(tiny):

@@ -1,13 +1,13 @@
 """Copies, pickles and hashes of tokenizers are stable: the caches of datasets rely on it."""
 
 import copy
+import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 from datasets import Dataset
 from datasets.fingerprint import Hasher
+from launches import fork_server
 from tiny_tokenizer import CLS, FIXTURE, ids_of
 
 from transformers import PreTrainedTokenizerBase, RobertaTokenizerFast
@@ -57,9 +57,8 @@ def test_hash_is_the_same_in_another_process(tokenizer, tiny):
         "from transformers import RobertaTokenizerFast as R\n"
         "print(Hasher.hash(R.from_pretrained(sys.argv[1])))"
     )
-    command = [sys.executable, "-c", code, str(tiny)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == Hasher.hash(tokenizer)
+    result = fork_server("others").run(["-c", code, tiny], os.environ, timeout=300)
+    assert result.stdout.strip() == Hasher.hash(tokenizer), result.stderr
 
 
 def test_datasets_map_is_cached_across_calls(tokenizer):
