@@ -7,13 +7,12 @@ one such text. Each text of a corpus is a row, so consecutive rows may share the
 import json
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from json_lines import read_json_lines, write_json_lines
 from loralib.io.atomic import check_apart
 from loralib.io.command_line import ArgumentParser
-from loralib.io.encoding import refuse_utf16_file
+from loralib.io.encoding import utf8_content
 
 Row = dict[str, Any]
 
@@ -88,9 +87,9 @@ def read_json(path: str | os.PathLike) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: it is not JSON, or nested too deep.
     """
-    refuse_utf16_file(path)
+    content = utf8_content(path)
     try:
-        return json.loads(Path(path).read_text("utf-8-sig"))
+        return json.loads(content.decode())
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     except RecursionError as error:

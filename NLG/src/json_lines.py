@@ -1,6 +1,5 @@
 """Reads and writes files of one JSON object, or one text, per line."""
 
-import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loralib.io.atomic import atomic_write, atomic_write_text
-from loralib.io.encoding import refuse_utf16_file
+from loralib.io.encoding import utf8_content
 
 
 def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
@@ -50,8 +49,7 @@ def read_lines(path: str | os.PathLike) -> list[str]:
 
 
 def _lines(path: str | os.PathLike) -> Iterator[str]:
-    refuse_utf16_file(path)
-    content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()
+    content = utf8_content(path).rstrip()
     for number, line in enumerate(content.split(b"\n") if content else (), start=1):
         try:
             yield line.decode("utf-8").removesuffix("\r")

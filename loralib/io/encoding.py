@@ -2,6 +2,7 @@
 
 import codecs
 import os
+from pathlib import Path
 
 # UTF-32's byte-order marks come first, because one of them begins with UTF-16's.
 _MARKS = {
@@ -25,6 +26,21 @@ def refuse_utf16(source: object, start: bytes) -> None:
     for mark, name in _MARKS.items():
         if start.startswith(mark):
             raise ValueError(f"{source}: is {name} text; save it as UTF-8")
+
+
+def utf8_content(path: str | os.PathLike) -> bytes:
+    """Returns the bytes of a text file, without UTF-8's byte-order mark.
+
+    The file is opened only once, because a pipe, such as bash's ``<(zcat train.txt.gz)``, can be
+    read only once.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is UTF-16 or UTF-32 text.
+    """
+    content = Path(path).read_bytes()
+    refuse_utf16(path, content)
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 def refuse_utf16_file(path: str | os.PathLike) -> None:

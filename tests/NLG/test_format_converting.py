@@ -109,6 +109,19 @@ def test_rows(name, tmp_path, mark):
     assert [json.loads(line) for line in target.read_text("utf-8").splitlines()] == expected
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_pipe(name, tmp_path):
+    """Such as bash's <(zcat …). It can be read only once."""
+    module, content, expected = CASES[name]
+    reader, writer = os.pipe()
+    with open(writer, "wb") as file:
+        file.write(content.encode())
+    with open(reader, "rb"):
+        module.main([f"/dev/fd/{reader}", str(tmp_path / "formatted.jsonl")])
+    lines = (tmp_path / "formatted.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
