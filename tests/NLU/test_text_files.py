@@ -557,12 +557,16 @@ def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known
 
 @pytest.mark.parametrize("read_file", [read_table, read_questions])
 @pytest.mark.parametrize("end", ["csv", "json"])
-def test_missing_files_and_folders_are_errors(tmp_path, read_file, end):
+def test_missing_files_folders_and_pipes_are_errors(tmp_path, read_file, end):
     path = tmp_path / f"rows.{end}"
     with pytest.raises(FileNotFoundError, match=rf"rows\.{end}: no such file$"):
         read_file(str(path))
     path.mkdir()
     with pytest.raises(IsADirectoryError, match=rf"rows\.{end}: is a folder; give a file of it$"):
+        read_file(str(path))
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=rf"rows\.{end}: is a pipe, not a file: save its content"):
         read_file(str(path))
 
 

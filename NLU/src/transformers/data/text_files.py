@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loralib.io.digests import file_digest
@@ -41,9 +42,12 @@ def check_is_file(path: str) -> None:
     Raises:
         FileNotFoundError: there is none.
         IsADirectoryError: it is a folder.
+        ValueError: it is a pipe, as from bash's ``<(…)``: files are read several times.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path}: is a folder; give a file of it")
+    if Path(path).is_fifo():
+        raise ValueError(f"{path}: is a pipe, not a file: save its content, and give that file")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
 
