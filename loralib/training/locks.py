@@ -62,6 +62,11 @@ def _stat(pid: int) -> list[str]:
     return stat.rpartition(b")")[2].decode("ascii").split()
 
 
+def _command() -> str:
+    """Returns this process's command line."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
 @dataclass(frozen=True)
 class Owner:
     """The process that holds a lock.
@@ -85,8 +90,7 @@ class Owner:
     def this_process(cls) -> "Owner":
         """Returns this process as an owner from now on."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
-        command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        return cls(pid, socket.gethostname(), started(pid), since, command)
+        return cls(pid, socket.gethostname(), started(pid), since, _command())
 
     @classmethod
     def read(cls, path: Path) -> "Owner | None":
@@ -184,6 +188,8 @@ def means_no_locks(error: Exception) -> bool:
 def _held(folder: Path, owner: Owner | None) -> TrainingError:
     whose = "unknown" if owner is None else str(owner)
     advice = "wait until it ends, or give another folder"
+    if owner is not None and owner.command == _command():
+        advice += "; to make both one run, start them with torchrun, not with srun or mpirun alone"
     if owner is None or not owner.can_be_checked:
         advice += f"; if it is gone, remove {folder / LOCK_NAME} and {OWNER_NAME}"
     return TrainingError(f"{folder}: another run is writing there ({whose}): {advice}")

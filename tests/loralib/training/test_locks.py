@@ -108,6 +108,13 @@ def test_the_lock_of_a_live_process_is_not_waited_for(tmp_path, held, clock):
     assert (tmp_path / OWNER_NAME).exists()
 
 
+@pytest.mark.parametrize("command", [{}, {"command": "run_glue.py --seed 1"}])
+def test_processes_that_a_launcher_did_not_make_one_run_are_told_so(tmp_path, held, command):
+    """Such as those of srun, which gives each the same command."""
+    write_owner(tmp_path, **command)
+    assert ("start them with torchrun, not with srun" in refused(tmp_path)) == (not command)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot be asked whether a process exists")
 @pytest.mark.parametrize("named", [True, False])
 def test_a_lock_without_a_live_owner_is_waited_for(tmp_path, held, clock, named):
