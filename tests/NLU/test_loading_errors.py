@@ -16,6 +16,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     RobertaConfig,
     RobertaForSequenceClassification,
     RobertaModel,
@@ -454,3 +455,10 @@ def test_labels_that_are_numbers_become_strings(tmp_path):
     (tmp_path / "config.json").write_text(text.replace('"0": 0', '"0": [0]', 1))
     with pytest.raises(ValueError, match="id2label must be a map of strings or integers"):
         AutoConfig.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [AutoConfig, AutoModelForSequenceClassification, AutoTokenizer])
+def test_an_auto_class_that_is_called_names_its_method(kind):
+    instead = f"{kind.__name__} cannot be instantiated: use {kind.__name__}.from_pretrained"
+    with pytest.raises(TypeError, match=instead):
+        kind("roberta-base")

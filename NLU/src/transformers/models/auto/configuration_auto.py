@@ -13,7 +13,7 @@ from ..registry import SUPPORTED, SupportedFamily
 class AutoConfig:
     """Builds the settings of any model that this package supports."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("AutoConfig cannot be instantiated: use AutoConfig.from_pretrained")
 
     @classmethod

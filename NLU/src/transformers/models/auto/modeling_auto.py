@@ -18,7 +18,7 @@ class _AutoModel:
     role: ClassVar[str] = ""
     """Which of a family's classes it stands for, see `SupportedFamily`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         name = type(self).__name__
         raise TypeError(
             f"{name} cannot be instantiated: use {name}.from_pretrained or .from_config"

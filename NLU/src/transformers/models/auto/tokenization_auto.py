@@ -17,7 +17,7 @@ from .configuration_auto import supported_family_of
 class AutoTokenizer:
     """Builds the tokenizer of any model that this package supports."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("AutoTokenizer cannot be instantiated: use AutoTokenizer.from_pretrained")
 
     @classmethod
