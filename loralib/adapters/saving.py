@@ -60,7 +60,7 @@ def save_adapter(
             with LoRA layers.
         path: a file, ``.safetensors`` for this project's format and ``.bin`` or ``.pt`` for the
             release's. An existing file is replaced. A path without such a suffix is a folder in
-            PEFT's format, which must be new. Other files' suffixes (``.pth``) are refused.
+            PEFT's format, which must be new or empty. Other files' suffixes (``.pth``) are refused.
         format: one of `loralib.adapters.formats.FORMATS`, if the path does not tell it.
         base: the base's name or path, for the metadata. By default the one in the model's config.
         task: the name of the task that the adapter was trained for.
