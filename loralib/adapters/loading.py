@@ -349,12 +349,9 @@ def _check_present(
 ) -> None:
     """Checks that a model's LoRA layers have the settings that the adapter was trained with."""
     for name, layer in present.items():
-        way_out = "build the model with the adapter's settings"
-        if is_in_place(layer):
-            way_out = "remove_lora first"
         if name not in settings:
             raise CheckpointError(
-                f"{adapter.source}: does not adapt {name}, which has LoRA here: {way_out}"
+                f"{adapter.source}: does not adapt {name}, which has LoRA here: {_way_out(layer)}"
             )
         if layer.is_update_in_weight:
             raise CheckpointError(
@@ -375,7 +372,14 @@ def _check_present(
         for what, (theirs, ours) in pairs.items():
             if theirs != ours:
                 difference = trained_with(what, theirs, ours)
-                raise CheckpointError(f"{adapter.source}: {difference} ({name}): {way_out}")
+                raise CheckpointError(f"{adapter.source}: {difference} ({name}): {_way_out(layer)}")
+
+
+def _way_out(layer: LoRALayer) -> str:
+    """Returns advice on how to get LoRA with other settings than this layer's."""
+    if is_in_place(layer):
+        return "remove_lora first"
+    return "build the model with the adapter's settings"
 
 
 def _check_besides(model: nn.Module, adapter: Adapter) -> None:
