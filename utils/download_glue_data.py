@@ -287,9 +287,8 @@ def _url(text: str) -> str:
     return text.rstrip("/")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and downloads; returns 0 if every task is complete, else 1."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; `tasks` are as `parse_tasks` returns them."""
     parser = ArgumentParser(description="Download the tasks of the GLUE benchmark.")
     parser.add_argument(
         "--data_dir",
@@ -318,12 +317,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        tasks = parse_tasks(" ".join(args.tasks))
+        args.tasks = parse_tasks(" ".join(args.tasks))
     except ValueError as error:
         parser.error(str(error))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and downloads; returns 0 if every task is complete, else 1."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    args = parse_args(argv)
     args.data_dir.mkdir(parents=True, exist_ok=True)
     failed = False
-    for key, task in tasks.items():
+    for key, task in args.tasks.items():
         try:
             install(key, task, args.data_dir, args.base_url, args.path_to_mrpc)
         except (OSError, ValueError) as error:

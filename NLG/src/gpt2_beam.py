@@ -159,13 +159,13 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
         )
     try:
         return BeamSettings(
-            args.beam,
-            args.eval_len,
-            args.length_penalty,
-            args.no_repeat_ngram_size,
-            args.repetition_penalty,
-            args.min_length,
-            tuple(args.eos_token_id),
+            beam=args.beam,
+            eval_len=args.eval_len,
+            length_penalty=args.length_penalty,
+            no_repeat_ngram_size=args.no_repeat_ngram_size,
+            repetition_penalty=args.repetition_penalty,
+            min_length=args.min_length,
+            eos_token_ids=tuple(args.eos_token_id),
         )
     except ValueError as error:
         raise ValueError(f"--{error}") from error
