@@ -31,7 +31,7 @@ from loralib.io.command_line import ArgumentParser, summary
 from loralib.io.pictures import check_can_save, save_figure
 
 ROOT = Path(__file__).resolve().parent
-# The modules in this folder import each other by plain name.
+# A folder whose modules import each other by plain name.
 NLG = ROOT.parent / "NLG" / "src"
 # The flags in /proc/cpuinfo that affect how fast a CPU multiplies.
 CPU_FLAGS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "i8mm")

@@ -26,9 +26,12 @@ from statistics import median
 
 import contest
 import gpt2_e2e
+import roberta_step
+import torch
 from tqdm import tqdm
 from vocab import vocab_files
 
+import loralib
 from loralib.io.command_line import ArgumentParser, summary
 
 RUN_GLUE = contest.ROOT.parent / "examples" / "text-classification" / "run_glue.py"
@@ -73,10 +76,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def about() -> dict:
     """Returns versions, threads and GPU, as a worker's result has them."""
-    import torch
-
-    import loralib
-
     versions = {"this project": loralib.__version__, "torch": torch.__version__}
     return {"versions": versions, "threads": torch.get_num_threads(), "gpu": None}
 
@@ -209,9 +208,6 @@ def write_vocabulary(folder: Path, vocab: Path | None, glue: Path) -> None:
 
 def write_models(base: Path, gpt2: Path, quick: bool) -> None:
     """Writes random weights of RoBERTa-base to a folder, and of GPT-2 small to a file."""
-    import roberta_step
-    import torch
-
     from transformers import RobertaConfig, RobertaForMaskedLM
 
     sys.path.insert(0, str(contest.NLG))

@@ -227,13 +227,12 @@ class DebertaV2Encoder(Encoder):
 
     def describe(self, rows: AnyRows) -> Batch:
         """Returns what every layer needs to know about a batch; called once per forward pass."""
-        # A traced graph has to work for batches of any length.
-        tracing = is_recorded()
         spare = 0
         if isinstance(rows, PackedRows) and rows.index.is_cuda:
             rows = rows.widened(-(-rows.shape[1] // _ALIGNED) * _ALIGNED)
             spare = SPARE_ON_GPU
-        length = self.config.max_position_embeddings if tracing else rows.shape[1]
+        # A graph that is recorded has to work for batches of any length.
+        length = self.config.max_position_embeddings if is_recorded() else rows.shape[1]
         relative = self.relative_positions(length + spare)
         return Batch(rows, relative, self.config.num_attention_heads)
 
