@@ -35,6 +35,8 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
     glue_compute_metrics,
     set_seed,
@@ -185,7 +187,9 @@ class Quickstart:
 class EpochPrinter(TrainerCallback):
     """Prints a line after each epoch, because an epoch may take long on a busy machine."""
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Prints the epoch's number."""
         print(f"  epoch {state.epoch:g} of {args.num_train_epochs:g}", flush=True)
 

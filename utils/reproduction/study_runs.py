@@ -23,6 +23,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
     TrainingArguments,
@@ -168,7 +169,9 @@ def run_trial(experiment: Experiment, trial: Trial) -> Results:
     )
 
 
-def encode(rows: list[dict[str, Any]], task: StudyTask, tokenizer: Any) -> list[dict[str, Any]]:
+def encode(
+    rows: list[dict[str, Any]], task: StudyTask, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
     """Returns rows as the Trainer takes them."""
     first, second = [row["text_a"] for row in rows], [row["text_b"] for row in rows]
     texts = (first,) if second[0] is None else (first, second)

@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..modeling_losses import IGNORED_LABEL
+from ..modeling_utils import PreTrainedModel
+from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..utils import logging
 from .base import ArgumentHandler, Pipeline, as_list, rows_of, softmax
 
@@ -24,8 +26,8 @@ class FillMaskPipeline(Pipeline):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         modelcard: Any = None,
         framework: str | None = None,
         args_parser: ArgumentHandler | None = None,

@@ -16,6 +16,8 @@ from tokenizers import Encoding
 
 from ..data.processors.squad import SquadExample
 from ..file_utils import ModelOutput
+from ..modeling_utils import PreTrainedModel
+from ..tokenization_utils_base import PreTrainedTokenizerBase
 from .base import ArgumentHandler, Pipeline, rows_of, softmax, without_padding
 
 Answer = dict[str, Any]  # score, start, end (characters of the text), answer
@@ -103,8 +105,8 @@ class QuestionAnsweringPipeline(Pipeline):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         modelcard: Any = None,
         framework: str | None = None,
         device: int = -1,

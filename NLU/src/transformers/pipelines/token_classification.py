@@ -7,6 +7,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ..file_utils import ModelOutput
+from ..modeling_utils import PreTrainedModel
+from ..tokenization_utils_base import PreTrainedTokenizerBase
 from .base import ArgumentHandler, Pipeline, as_list, rows_of, softmax, without_padding
 
 Offsets = list[tuple[int, int]]
@@ -106,8 +108,8 @@ class TokenClassificationPipeline(Pipeline):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         modelcard: Any = None,
         framework: str | None = None,
         args_parser: ArgumentHandler | None = None,
