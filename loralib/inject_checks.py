@@ -51,6 +51,7 @@ WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
 # Advice that fits every target: drop it if it matches this module alone, exclude the module if it
 # matches others too.
 _LEAVE_OUT = "leave it out of targets, or exclude it if its target matches more modules"
+_HAS_LORA = f"has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
 
 
 def check_adaptable(model: nn.Module) -> None:
@@ -118,9 +119,7 @@ def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
     if isinstance(module, LoRALayer) and (module.r > 0 or "q_proj" in module._modules):
         if not is_in_place(module):
             raise ValueError(f"{what} was built as a LoRA layer: {_LEAVE_OUT}")
-        raise ValueError(
-            f"{what} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
-        )
+        raise ValueError(f"{what} {_HAS_LORA}")
     if isinstance(module, Linear):
         raise UnsupportedLayerError(
             f"{what} belongs to an encoder of this project, which has to be built with LoRA, also "
@@ -288,9 +287,7 @@ def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
     owner, last = stack
     kind = type(owner)
     if layer_of_stack(last) in owner._modules:
-        raise ValueError(
-            f"{name} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
-        )
+        raise ValueError(f"{name} {_HAS_LORA}")
     if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer):
         raise UnsupportedLayerError(
             f"{name} belongs to a {kind.__qualname__}, where LoRA for a parameter has no effect: "

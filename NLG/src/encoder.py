@@ -20,6 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",))
 """The files of a vocabulary in each of its formats: OpenAI's, and the hub's two."""
+VOCAB_HELP = "folder with encoder.json and vocab.bpe, or a name on the hub such as gpt2"
+"""The help of --vocab, whose value `get_encoder` takes."""
 
 
 class Encoder:

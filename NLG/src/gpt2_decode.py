@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from encoded import context_digest, token_ids
-from encoder import END_OF_TEXT, Encoder, get_encoder
+from encoder import END_OF_TEXT, VOCAB_HELP, Encoder, get_encoder
 from formatted import Row, read_formatted
 from json_lines import read_json_lines, read_lines, write_lines
 from loralib.io.atomic import check_apart
@@ -325,11 +325,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description="Turn predicted token ids into text, and lay out the references for scoring."
     )
     add = parser.add_argument
-    add(
-        "--vocab",
-        required=True,
-        help="folder with encoder.json and vocab.bpe, or a name on the hub such as gpt2",
-    )
+    add("--vocab", required=True, help=VOCAB_HELP)
     add("--sample_file", required=True, help="the predictions, as gpt2_beam.py writes them")
     add("--input_file", required=True, help="the formatted file that they are predictions for")
     add(

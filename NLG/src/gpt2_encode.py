@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tqdm.auto import tqdm
 
 from encoded import END_OF_TEXT_ID
-from encoder import Encoder, get_encoder
+from encoder import VOCAB_HELP, Encoder, get_encoder
 from formatted import Row, read_formatted
 from json_lines import write_json_lines
 from loralib.io.atomic import check_apart
@@ -55,11 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = ArgumentParser(description="Turn a formatted corpus into token ids.")
     parser.add_argument("--input", required=True, help="formatted file, JSON lines")
-    parser.add_argument(
-        "--vocab",
-        required=True,
-        help="folder with encoder.json and vocab.bpe, or a name on the hub such as gpt2",
-    )
+    parser.add_argument("--vocab", required=True, help=VOCAB_HELP)
     parser.add_argument("--output", required=True, help="file of token ids to write, JSON lines")
     parser.add_argument("--add_bos", action="store_true", help="end contexts in <|endoftext|>")
     parser.add_argument("--add_eos", action="store_true", help="end completions in <|endoftext|>")

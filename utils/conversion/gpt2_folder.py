@@ -18,6 +18,7 @@ from transformers.weight_files import read_weights
 # The NLG tree is a folder of scripts, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 from config_json import TANH_GELUS, first_difference, read_config_json
+from encoded import END_OF_TEXT_ID
 from family import GPT2
 from model import MODEL_CARDS, GPT2Config, config_of
 from weights import canonical_names, card_of, load_base
@@ -31,8 +32,8 @@ _FIXED = {
     "architectures": ["GPT2LMHeadModel"],
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
-    "bos_token_id": 50256,
-    "eos_token_id": 50256,
+    "bos_token_id": END_OF_TEXT_ID,
+    "eos_token_id": END_OF_TEXT_ID,
 }
 
 
