@@ -57,8 +57,8 @@ class Watch(threading.Thread):
         self.stopped = threading.Event()
         now = clock()
         # For each process, what it wrote last and since when; its last progress and since when.
-        self.seen = {other: ("", now) for other in range(world_size)}
-        self.reached = {other: (-1, now) for other in range(world_size)}
+        self.seen = dict.fromkeys(range(world_size), ("", now))
+        self.reached = dict.fromkeys(range(world_size), (-1, now))
 
     def run(self) -> None:
         """Watches the others until `stopped` is set; called by the thread."""
