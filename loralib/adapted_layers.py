@@ -43,6 +43,21 @@ class _AdaptedConv(LoRALayer):
         ones = [1] * (len(inner) - 1)
         self._add_lora_parameters((self.r, *inner), (out, self.r, *ones), dtype)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuses a bias where there was none: a batch norm is folded into W, without the update.
+
+        PyTorch's `fuse_conv_bn_eval` does so, as do other libraries when they evaluate a model.
+        """
+        had_none = self._parameters.get(name, param) is None
+        if name == "bias" and had_none and param is not None:
+            kind = type(self).__name__.removeprefix("Adapted")
+            raise ValueError(
+                f"a {kind} with LoRA, but without a bias, gets one, as when a batch norm is folded "
+                "into its weight, which leaves out the update: load the model again, unless this "
+                "is a copy, and call lora.merge before that"
+            )
+        super().register_parameter(name, param)
+
     def reset_parameters(self) -> None:
         """Initializes all parameters: W and b as the plain convolution does, and the update's."""
         super().reset_parameters()

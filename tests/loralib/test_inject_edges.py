@@ -9,6 +9,7 @@ from any_models import AnyModel, assert_add_lora_refuses, ids, names_of
 from stacked_experts import Experts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import loralib as lora
 from loralib.adapters.saving import adapter_of
@@ -122,6 +123,21 @@ def test_running_statistics_that_have_not_changed_are_the_base_s(tmp_path, is_ca
         model.norm.double()
     remarks = lora.save_adapter(model, tmp_path / "a.safetensors")
     assert any("statistics" in remark for remark in remarks) is is_cast
+
+
+@torch.no_grad()
+def test_a_norm_is_folded_into_a_convolution_only_after_merging():
+    """Folded before, the weight would be scaled, and its update would not."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.BatchNorm2d(3)).double().eval()
+    model[1].running_var.fill_(4.0)
+    lora.add_lora(model, "0", r=1)
+    nn.init.ones_(model[0].lora_B)
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    expected = model(x)
+    with pytest.raises(ValueError, match=r"a Conv2d with LoRA, .*, and call lora\.merge before"):
+        fuse_conv_bn_eval(*model)
+    lora.merge(model)
+    torch.testing.assert_close(fuse_conv_bn_eval(*model)(x), expected)
 
 
 class Quantizer(nn.Module):
