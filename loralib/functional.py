@@ -253,7 +253,8 @@ class DoraDelta(Delta):
         return out * gain if bias is None else torch.addcmul(bias, out, gain)
 
     def add_to(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """As for `Delta`."""
+        """As for `Delta`; `out` may have more columns, as where a bank has padded heads."""
+        out = out[:, : len(weight)]
         if bias is not None:
             out.sub_(bias)
         super().add_to(out, x, weight, None)

@@ -9,6 +9,7 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.functional as F
+from small_nets import Net, bank_of, close, drawn
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -584,3 +585,21 @@ def test_a_copy_that_has_replaced_a_module_takes_adapters(name):
     assert hooks == [hooks[0], (0, 0), hooks[0]]
     bank.close()
     assert not module._forward_hooks
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_lora_of_the_models_head_shares_a_batch_with_a_wider_head(tmp_path, variant):
+    torch.manual_seed(0)
+    base = Net().eval()
+    other = copy.deepcopy(base)
+    other.head = nn.Linear(6, 5)
+    models = drawn(other, "a", modules_to_train="head"), drawn(base, "head", variant=variant)
+    for number, model in enumerate(models):
+        lora.save_adapter(model, tmp_path / f"{number}.safetensors")
+    bank = bank_of(base, tmp_path / "0.safetensors", tmp_path / "1.safetensors")
+    x = torch.randn(2, 6)
+    with torch.no_grad(), bank.use(["a0", "a1"]):
+        logits = base(x)
+    close(logits[0], models[0](x[:1])[0])
+    close(logits[1, :3], models[1](x[1:])[0])
+    assert logits[1, 3:].isneginf().all()
