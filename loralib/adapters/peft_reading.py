@@ -257,16 +257,29 @@ def _around_stacks(
 ) -> dict[str, list[str]]:
     """Returns PEFT's names for the updates of stacks, by the module that has the stacks.
 
-    Updates that PEFT added first come first. A target parameter that is a bare name would match
-    other modules as well. Their updates are recognized by having the rank that the settings say.
+    Updates that PEFT added first come first.
     """
     found: dict[str, list[str]] = {}
     for module in (name.rpartition(".")[0] for name in tensors if name.endswith(".lora_A")):
-        owner, rank = re.sub(r"(\.base_layer)+$", "", module), _by_pattern(config, "r", module, ())
-        is_plain = owner == module and len(tensors[f"{module}.lora_A"]) == rank
+        owner = re.sub(r"(\.base_layer)+$", "", module)
+        is_plain = owner == module and _is_of_matrix(owner, tensors, config)
         if not is_plain and _stacks_of(owner, config):
             found.setdefault(owner, []).append(module)
     return {owner: sorted(modules, key=len, reverse=True) for owner, modules in found.items()}
+
+
+def _is_of_matrix(owner: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+    """Returns whether an update is of one matrix: it has the rank that the settings say.
+
+    A target parameter that is a bare name would match other modules as well, and one with dots may
+    be a linear layer's weight. An update of a stack has that rank for each of its matrices.
+    """
+    dotted = [name for name in config.get("target_parameters") or () if "." in name]
+    named = _stacks_of(owner, {"target_parameters": dotted})
+    if len(named) > 1:  # only a module with stacks has several
+        return False
+    rank = _by_pattern(config, "r", named[0] if named else owner, ())
+    return len(tensors[f"{owner}.lora_A"]) == rank
 
 
 def _stacks_of(owner: str, config: Mapping[str, Any]) -> list[str]:

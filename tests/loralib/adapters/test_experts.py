@@ -224,6 +224,18 @@ def test_pefts_lora_on_a_parameter_is_not_taken_for_lora_on_its_module(tmp_path,
         lora.load_adapter(model, folder)
 
 
+def test_a_stack_whose_ranks_add_up_to_that_of_linear_layers_is_not_taken_for_one(tmp_path):
+    base, x = build("bmm"), tokens()
+    ranks = {"layers.1.experts.down_proj": 1}
+    lora.add_lora(base, ["q", "down_proj", "gate_up_proj"], r=EXPERTS, rank_pattern=ranks)
+    for name in lora_layers(base):
+        nn.init.normal_(base.get_submodule(name).lora_B, std=0.3)
+    lora.save_adapter(base, tmp_path / "a")
+    model = build("bmm")
+    lora.load_adapter(model, tmp_path / "a")
+    close(model(x), base(x))
+
+
 @pytest.mark.parametrize("stacks", [["conv.weight"], ["conv.weight", "experts.weight"]])
 def test_pefts_lora_on_a_kernel_is_not_taken_for_lora_on_a_stack(tmp_path, stacks):
     class Stacked(nn.Module):
