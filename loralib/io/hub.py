@@ -343,7 +343,9 @@ def _as_os_error(hub: ModuleType, error: Exception, wanted: _Wanted) -> OSError:
         case hub.errors.EntryNotFoundError():
             return AbsentFileError(f"'{name}' has no {wanted.filename} on the hub")
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(place)):
-            return OSError(f"cannot write '{name}' to {place}: set HF_HOME to a folder of your own")
+            # It takes precedence over HF_HOME, and clusters set it.
+            own = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
+            return OSError(f"cannot write '{name}' to {place}: set {own} to a folder of your own")
         case _:
             return OSError(f"'{name}' cannot be fetched from the hub: {_reason(error)}")
 

@@ -498,19 +498,28 @@ def test_cache_dir_is_used(glue, tiny_glue, tmp_path, set_default_cache, caplog,
     assert "temporary folder" not in caplog.text
 
 
-@pytest.mark.parametrize("place", ["{}/file/huggingface", "~nosuchuser/.cache/huggingface"])
+@pytest.mark.parametrize(
+    ("place", "variable"),
+    [
+        ("{}/file/huggingface", "HF_HOME"),
+        ("{}/file/huggingface", "HF_DATASETS_CACHE"),
+        ("~nosuchuser/.cache/huggingface", "HF_HOME"),
+    ],
+)
 def test_a_default_cache_that_cannot_be_written_is_replaced(
-    glue, tmp_path, set_default_cache, caplog, place
+    glue, tmp_path, set_default_cache, monkeypatch, caplog, place, variable
 ):
     """For example, in a container that runs as another user than its image was made for."""
     place = place.format(tmp_path)
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    monkeypatch.setenv(variable, place)
     (tmp_path / "file").touch()
     set_default_cache(Path(place))
     files = own(".csv", tmp_path, ["yes", "no"])[:2]
     before = {path.name for path in tmp_path.iterdir()}
     glue(*files, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
     assert f"{place}: cannot be written to, so data is kept in a temporary folder" in caplog.text
-    assert "set HF_HOME" in caplog.text
+    assert f"set {variable} to a folder" in caplog.text
     assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
 
 

@@ -549,6 +549,7 @@ def test_a_failed_download_is_an_error_of_one_line(monkeypatch, error, message):
     def fail(*args, **kwargs):
         raise error
 
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     for function in (resolve_file, fetch_file):
         with pytest.raises(OSError, match="org/tiny") as caught:
@@ -556,6 +557,18 @@ def test_a_failed_download_is_an_error_of_one_line(monkeypatch, error, message):
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
         assert not isinstance(caught.value, AbsentFileError)
+
+
+def test_the_variable_that_is_set_is_the_one_to_set(monkeypatch):
+    """HF_HOME would have no effect."""
+
+    def fail(*args, **kwargs):
+        raise OSError(30, "Read-only file system", "/data/hub")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setenv("HF_HUB_CACHE", "/data/hub")
+    with pytest.raises(OSError, match="set HF_HUB_CACHE to a folder of your own"):
+        resolve_file("org/tiny", "config.json")
 
 
 def test_an_interrupt_is_not_converted(monkeypatch):

@@ -80,8 +80,10 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
     elif not _can_be_written_to(datasets.config.HF_DATASETS_CACHE):
         logger.warning(
             "%s: cannot be written to, so data is kept in a temporary folder, and the next run "
-            "reads it again: set HF_HOME to a folder of your own",
+            "reads it again: set %s to a folder of your own",
             datasets.config.HF_DATASETS_CACHE,
+            # It takes precedence over HF_HOME, and clusters set it.
+            "HF_DATASETS_CACHE" if os.environ.get("HF_DATASETS_CACHE") else "HF_HOME",
         )
         datasets.config.HF_DATASETS_CACHE = _temporary_cache()
 
