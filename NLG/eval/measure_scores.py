@@ -21,9 +21,13 @@ from loralib.io.atomic import atomic_write_text
 from loralib.io.command_line import ArgumentParser
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training import process
+from loralib.training.locks import in_turn
 from metrics import E2E, WEBNLG_AND_DART, Metric, References, score
 
 logger = logging.getLogger(__name__)
+
+# Seconds to wait for other processes that write to the same JSON file.
+_PATIENCE = 60.0
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,7 +36,10 @@ def main(argv: list[str] | None = None) -> None:
     two_files = args.references is not None
     known = E2E if two_files else WEBNLG_AND_DART
     metrics = _choose(args.metrics, known)
-    table = _read_table(args.json) if args.json else {}
+    if args.json:
+        _read_table(
+            args.json
+        )  # a file of something else is an error before the scores are computed
     if two_files:
         predictions_file = args.predictions
         check_order(args.references, predictions_file)
@@ -46,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
     scores = score(metrics, references, predictions)
     if args.json:
-        _write_table(args.json, {**table, args.label: {**table.get(args.label, {}), **scores}})
+        _add_scores_to(args.json, args.label, scores)
     print(_as_lines(metrics, scores) if two_files else _as_table(metrics, scores, args.label))
 
 
@@ -287,9 +294,13 @@ def _read_table(path: str) -> dict[str, dict[str, float | None]]:
     return table
 
 
-def _write_table(path: str, table: Mapping[str, Mapping[str, float | None]]) -> None:
+def _add_scores_to(path: str, label: str, scores: Mapping[str, float | None]) -> None:
+    """Adds a label's scores to a file, to which other processes may add theirs meanwhile."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    atomic_write_text(path, json.dumps(table, indent=2) + "\n")
+    with in_turn(Path(f"{path}.lock"), _PATIENCE):
+        table = _read_table(path)
+        table[label] = {**table.get(label, {}), **scores}
+        atomic_write_text(path, json.dumps(table, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------

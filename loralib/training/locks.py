@@ -154,6 +154,31 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def in_turn(path: Path, patience: float) -> Iterator[None]:
+    """Lets one process at a time into a block, if the file system has locks.
+
+    Args:
+        path: the lock's file, in an existing folder.
+        patience: seconds to wait for the others.
+
+    Raises:
+        OSError: the others took longer, or the file cannot be created.
+    """
+    lock = FileLock(path, timeout=patience)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        if not means_no_locks(error):
+            raise
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            path.unlink(missing_ok=True)  # before the release, as in `sole_use`
+        lock.release()
+
+
 def _acquire(lock: FileLock, owner_path: Path) -> None:
     """Takes the lock; waits for it only if its owner has ended, or is not known yet.
 

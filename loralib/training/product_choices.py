@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 
 from ..io.atomic import atomic_write_text
@@ -23,7 +22,7 @@ from ..nn import products
 from ..nn.products import FrozenWeight
 from .distributed import gather_objects
 from .launcher_env import rank
-from .locks import means_no_locks
+from .locks import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -144,24 +143,9 @@ def _add(path: Path | None, machine: str, measured: Mapping[str, str]) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _in_turn(path):
+        with in_turn(path.with_suffix(".lock"), _PATIENCE):
             everything = _read(path)
             everything[machine] = {**everything.get(machine, {}), **measured}
             atomic_write_text(path, json.dumps(everything, indent=1))
     except OSError as error:
         logger.warning("%s cannot be written; the next run measures again: %s", path, error)
-
-
-@contextmanager
-def _in_turn(path: Path) -> Iterator[None]:
-    """Lets one process at a time change a file, if the file system has locks."""
-    lock = FileLock(path.with_suffix(".lock"), timeout=_PATIENCE)
-    try:
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        if not means_no_locks(error):
-            raise
-    try:
-        yield
-    finally:
-        lock.release()

@@ -281,6 +281,19 @@ def test_labels_share_a_file(tmp_path):
     }
 
 
+def test_scores_that_another_process_adds_meanwhile_are_kept(tmp_path, monkeypatch):
+    table = tmp_path / "scores.json"
+
+    def score(*_):
+        table.write_text('{"seen": {"BLEU": 1.0}}')
+        return {"BLEU": 2.0}
+
+    monkeypatch.setattr(measure_scores, "score", score)
+    measure_scores.main([*write_columns(tmp_path, WORSE), "-m", "bleu", "--json", str(table)])
+    assert json.loads(table.read_text()) == {"seen": {"BLEU": 1.0}, "all": {"BLEU": 2.0}}
+    assert not list(tmp_path.glob("*.lock"))
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[1]", '{"all": 1}', "\udcff"],
