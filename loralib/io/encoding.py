@@ -46,8 +46,13 @@ def utf8_content(path: str | os.PathLike) -> bytes:
 def refuse_utf16_file(path: str | os.PathLike) -> None:
     """Refuses the file at `path` if it is UTF-16 or UTF-32 text, as `refuse_utf16` does.
 
+    It refuses pipes as well: this reads their first bytes, which whoever opens `path` next misses.
+
     Raises:
-        ValueError: it is.
+        OSError: the file cannot be read.
+        ValueError: it is such text, or a pipe.
     """
+    if Path(path).is_fifo():
+        raise ValueError(f"{path}: is a pipe, not a file: save its content, and give that file")
     with open(path, "rb") as file:
         refuse_utf16(path, file.read(4))

@@ -1,6 +1,7 @@
 """Tests measure_scores.py: metrics that need Java, the tables of E2E and WebNLG, and bad files."""
 
 import json
+import os
 import runpy
 import sys
 from dataclasses import replace
@@ -260,6 +261,13 @@ def test_a_byte_order_mark_is_ignored(tmp_path, capsys):
         measure_scores.main(arguments)
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
+
+
+def test_a_pipe_is_an_error(tmp_path, monkeypatch, capsys):
+    """The files are read twice."""
+    os.mkfifo(tmp_path / "pipe")
+    arguments = [str(tmp_path / "pipe"), write_e2e(tmp_path, PERFECT)[1]]
+    assert "pipe: is a pipe, not a file" in fails(arguments, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n\n\n"])

@@ -37,18 +37,15 @@ _IN_ROW = re.compile(r" in row \d+$")
 
 
 def check_is_file(path: str) -> None:
-    """Checks that there is a file of this name.
+    """Checks that there is a file of this name, or a pipe, which `refuse_utf16_file` refuses.
 
     Raises:
         FileNotFoundError: there is none.
         IsADirectoryError: it is a folder.
-        ValueError: it is a pipe, as from bash's ``<(…)``: files are read several times.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path}: is a folder; give a file of it")
-    if Path(path).is_fifo():
-        raise ValueError(f"{path}: is a pipe, not a file: save its content, and give that file")
-    if not os.path.isfile(path):
+    if not (os.path.isfile(path) or Path(path).is_fifo()):
         raise FileNotFoundError(f"{path}: no such file")
 
 
