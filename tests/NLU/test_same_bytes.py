@@ -1,13 +1,16 @@
-"""The same command, run in two processes, writes the same bytes."""
+"""The same command, run in two processes, writes the same bytes.
+
+They are forks of two others, so that their hash seeds differ, as those of two Pythons do.
+"""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from glue_runs import common, on_rte
+from launches import fork_server
 from trainer_runs import RUNTIMES, without_runtimes
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification" / "run_glue.py"
@@ -44,9 +47,8 @@ def test_run_glue_writes_the_same_bytes_twice(tiny_base, tiny_glue, tmp_path, ki
     if kind == "bitfit":
         at = arguments.index("--apply_lora")
         arguments[at : at + 5] = ["--apply_bitfit"]
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    for name in ("first", "second"):
-        result = subprocess.run(command, capture_output=True, text=True)
+    for name, server in (("first", "NLU"), ("second", "others")):
+        result = fork_server(server).run([SCRIPT, *arguments], os.environ, timeout=300)
         assert result.returncode == 0, result.stderr
         out.rename(tmp_path / name)
     first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
