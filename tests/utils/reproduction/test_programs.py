@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launches import fork_server
 from paths import ROOT
 
 from reproduction import programs
@@ -155,14 +156,15 @@ runpy.run_path("utils/reproduce.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_help_works_where_nothing_can_be_run(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_FCNTL]
-    helped = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
+def test_help_works_where_nothing_can_be_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["-c", WITHOUT_FCNTL]
+    helped = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)
     assert (helped.returncode, helped.stderr) == (0, "")
     folder = tmp_path / "new"
     for more in (["--small", "roberta_base_sst2"], ["--study"]):
         flags = [*more, "--output_dir", str(folder)]
-        ended = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
+        ended = fork_server("others").run([*words, *flags], os.environ, timeout=300)
         assert ended.returncode == 1
         assert ended.stderr.splitlines()[-1].endswith(
             "error: on Windows, run this in WSL: see docs/installing.md"
