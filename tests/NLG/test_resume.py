@@ -1,16 +1,16 @@
 """Tests gpt2_ft.py --resume: killed runs end bit-exact, and runs that do not fit are refused."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from bit_flips import flip_bit_in
+from launches import fork_server
 from product_methods import ChosenMethods
 
 import gpt2_ft
@@ -211,13 +211,14 @@ def test_a_killed_process_can_be_resumed(
     more = "--max_epoch 20 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     argv = trial.flags(killed, *more.split())
-    process = subprocess.Popen([sys.executable, SCRIPT, *argv], stderr=subprocess.DEVNULL)
+    printed = [tmp_path / name for name in ("stdout", "stderr")]
+    process = fork_server("NLG").start([SCRIPT, *argv], os.environ, printed)
     metrics = killed / "metrics.jsonl"
     while not metrics.is_file() or metrics.read_bytes().count(b"\n") < 17:
         assert process.poll() is None
         time.sleep(0.002)
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL
 
     before = files_of(killed)
     assert {"model.7.pt", "model.14.pt", "resume.pt", "metrics.jsonl"} <= before.keys()

@@ -1,10 +1,9 @@
 """run_glue.py, from its command line to its files, in one process."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from glue_runs import LORA, SCRIPT, common, lora_of, on_rte, results
+from launches import fork_server
 from paths import SHARED
 
 from loralib.adapters.fingerprint import fingerprint
@@ -565,17 +565,14 @@ def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(
         long = [*on_rte(tiny_glue, out), "--max_steps", 150, "--save_steps", 5]
         return list(map(str, [*common(tiny_base), *long, "--save_total_limit", 2]))
 
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments("killed")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    printed = [tmp_path / name for name in ("stdout", "stderr")]
+    process = fork_server("NLU").start([SCRIPT, *arguments("killed")], os.environ, printed)
     deadline = time.monotonic() + 120
     while not list_checkpoints("killed") and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.kill()
+    assert process.returncode == -signal.SIGKILL
     assert not Path("killed/pytorch_model_lora.bin").exists()
 
     run_glue.main(arguments("killed"))
