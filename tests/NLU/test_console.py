@@ -1,13 +1,13 @@
 """What a run prints without a terminal: each message once, and no progress bars."""
 
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from glue_runs import common, on_rte
-from launches import launch
+from launches import fork_server, launch
 
 from transformers import TrainingArguments
 
@@ -18,8 +18,7 @@ def run(arguments: list, processes: int = 1) -> subprocess.CompletedProcess:
     if processes > 1:
         settings = {"launcher": "torch.distributed.run", "restarts": 0, "tree": "NLU"}
         return launch(processes, SCRIPT, *arguments, **settings)
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return fork_server("NLU").run([SCRIPT, *arguments], os.environ, timeout=300)
 
 
 @pytest.mark.distributed
