@@ -19,6 +19,7 @@ import pytest
 import wrong_calls_examples
 import wrong_calls_nlg
 import wrong_calls_utils
+from launches import preloaded_python
 from paths import ROOT
 from wrong_files import write_bad, write_good
 
@@ -160,7 +161,7 @@ def failing_line(command: list, folder: Path, **environment: str) -> str:
 @pytest.mark.parametrize(("arguments", "message"), PROCESSES)
 def test_a_process_prints_one_line_of_error(good, bad, tmp_path, arguments, message):
     script, *flags = arguments.format(good=good, bad=bad).split()
-    line = failing_line([sys.executable, ROOT / script, *flags], tmp_path)
+    line = failing_line([preloaded_python(), ROOT / script, *flags], tmp_path)
     assert message.format(good=good, bad=bad) in line
 
 
