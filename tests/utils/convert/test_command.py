@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conversions import OUT, SCRIPT, assert_same_tensors, close, make_base, plain_logits
-from launches import fork_server
+from launches import fork_server, preloaded_python
 
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 
@@ -120,7 +119,7 @@ def test_sources_that_are_not_an_adapter(failure, trained, tmp_path, source, rea
 
 
 def command(*arguments: object, cwd: Path, **more) -> subprocess.CompletedProcess:
-    line = [sys.executable, SCRIPT, *arguments]
+    line = [preloaded_python(), SCRIPT, *arguments]
     return subprocess.run(list(map(str, line)), cwd=cwd, capture_output=True, text=True, **more)
 
 
