@@ -194,7 +194,8 @@ def test_two_processes_with_graphs_train_on_the_mean_gradient(
 ):
     more = "--grad_acc 2 --clip 0.5 --label_smooth 0.1 --lr 0.01 --max_epoch 2 --eval_interval 3"
     argv = trial.flags(tmp_path / "run", *more.split())
-    result = launch("torch.distributed.launch", HELPERS / "graphed_run.py", SCRIPT, *argv)
+    script = HELPERS / "graphed_run.py"
+    result = launch("torch.distributed.launch", script, SCRIPT, *argv, forks=True)
     assert result.returncode == 0, result.stderr
     compare(trial, argv, world_size=2)
     steps = len(read_metrics(tmp_path / "run")[0])
