@@ -4,7 +4,6 @@ import importlib.util
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import rounding
+from launches import preloaded_python
 from paths import HELPERS
 
 from transformers.trainer_pt_utils import join_rows
@@ -133,7 +133,7 @@ def predicted(tmp_path_factory) -> Path:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, folder],
+            [preloaded_python(), SCRIPT, folder],
             env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
             | {"CUDA_VISIBLE_DEVICES": ""},
         )
