@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from launches import preloaded_python
 from torch.distributed import TCPStore
 
 from loralib.errors import TrainingError
@@ -226,7 +227,7 @@ def test_processes_join_and_watch_each_other(tmp_path):
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN],
+            [preloaded_python(), "-c", JOIN],
             env={**os.environ, **given, "RANK": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
