@@ -36,10 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     two_files = args.references is not None
     known = E2E if two_files else WEBNLG_AND_DART
     metrics = _choose(args.metrics, known)
-    if args.json:
-        _read_table(
-            args.json
-        )  # a file of something else is an error before the scores are computed
+    if args.json:  # a file of something else is an error before the scores are computed
+        _read_table(args.json)
     if two_files:
         predictions_file = args.predictions
         check_order(args.references, predictions_file)
