@@ -5,7 +5,7 @@ row of a batch is computed with the head of its adapter.
 """
 
 import copy
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,14 +154,42 @@ def _apply_heads(
             f"{module} is given or returns a {next(iter(kinds))}, whose rows a bank cannot tell "
             "apart: use one adapter at a time"
         )
-    if any(isinstance(other, Tensor) for other in given[1:]):
+    if any(map(_holds_tensor, given[1:])):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
+    _check_rows(module, out, x)
     parts = routing.parts(x)
     of_each = list(zip(heads, parts, strict=True))  # iterating a strict zip breaks Dynamo's graphs
-    outputs = [
-        out[part] if head is None else _called_with(head, x[part], args, kwargs)
-        for head, part in of_each
-    ]
+    outputs = list[Tensor]()
+    for head, part in of_each:
+        if head is None:
+            outputs.append(out[part])
+            continue
+        outputs.append(_called_with(head, x[part], args, kwargs))
+        _check_rows(module, outputs[-1], x[part])
+    return _joined(outputs)
+
+
+def _holds_tensor(given: Any) -> bool:
+    if isinstance(given, Mapping):
+        return any(map(_holds_tensor, given.values()))
+    return isinstance(given, Tensor) or (
+        isinstance(given, list | tuple) and any(map(_holds_tensor, given))
+    )
+
+
+def _check_rows(module: str, out: Tensor, x: Tensor) -> None:
+    """Checks that a head's output has a row for each row of its input."""
+    if out.dim() == 0 or len(out) != len(x):
+        raise ValueError(
+            f"{module} turns {tuple(x.shape)} into {tuple(out.shape)}, whose rows a bank cannot "
+            "tell apart: use one adapter at a time"
+        )
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    """Returns the outputs of successive rows as one tensor; see `AdapterBank.use` for widths."""
+    if outputs[0].dim() == 1:
+        return torch.cat(outputs)  # one value for each row
     widest = max(output.shape[-1] for output in outputs)
     padding = [(0, widest - output.shape[-1]) for output in outputs]
     return torch.cat(

@@ -165,11 +165,25 @@ def with_adapter(plain, own, x):
     return bank
 
 
+class OfScores(OfTensor):
+    """Its head gives one value for each row, without a dimension of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0))
+
+    def forward(self, x):
+        return self.head(self.up(x))
+
+
 def tanh_first(layer, input):
     return F.linear(input.tanh_(), layer.weight, layer.bias)
 
 
-TAKE_TENSORS = (OfTensor, Hooked, OfLinear, HookedLinear, OfTanhLinear, OfChangedLinear)
+TAKE_TENSORS = (
+    *(OfTensor, OfScores, Hooked, OfLinear),
+    *(HookedLinear, OfTanhLinear, OfChangedLinear),
+)
 OTHERS = {OfMapping: "dict", OfUserDict: "UserDict", OfList: "list", OfTuple: "tuple"}
 
 
@@ -478,7 +492,49 @@ class OfTwoTensors(OfTensor):
         return self.head(self.up(x), x)
 
 
-@pytest.mark.parametrize("kind", [OfMapping, OfTwoTensors])
+class OfNestedTensors(OfTwoTensors):
+    """Its head is given a second tensor within other arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = AddsNested()
+
+    def forward(self, x):
+        return self.head(self.up(x), {"others": (None, [x])})
+
+
+class AddsNested(WithoutForward):
+    def forward(self, x, more):
+        return self.linear(x) + more["others"][1][0]
+
+
+class OfColumns(OfTwoTensors):
+    """Its head gives a column for each row, or one value for all."""
+
+    function = staticmethod(torch.t)
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, 3), Calls(self.function))
+
+    def forward(self, x):
+        return self.head(self.up(x))
+
+
+class OfMean(OfColumns):
+    function = staticmethod(torch.mean)
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("kind", [OfMapping, OfTwoTensors, OfNestedTensors, OfColumns, OfMean])
 def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
     plain, x = kind().eval(), torch.randn(3, WIDTH)
     own = trained(plain)
@@ -490,8 +546,10 @@ def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
             torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
         with bank.use(["a"] * 2), pytest.raises(ValueError, match="given for 2 rows, but a layer"):
             plain(x)
-        with bank.use(["a", "b", "b"]), pytest.raises(ValueError, match=r"one adapter at a time$"):
-            plain(x)
+        for names in ("abb", "aba"):
+            one_at_a_time = pytest.raises(ValueError, match=r"^head .* one adapter at a time$")
+            with bank.use(list(names)), one_at_a_time:
+                plain(x)
 
 
 def test_rows_of_one_adapter_are_counted_where_a_head_is_given_a_tensor():
