@@ -174,15 +174,23 @@ class AdapterBank:
             self._seen.forget_unused(self._adapters.values())
 
     def close(self) -> None:
-        """Drops all adapters and takes the hooks out of the model."""
-        with self._key.changes:
-            for handle in self._hooks.values():
-                handle.remove()
-            self._hooks.clear()
-            with self._key.lock:
-                self._adapters.clear()
-                self._seen.forget_unused(())
+        """Drops all adapters and takes the hooks out of the model.
+
+        Blocks in progress keep their adapters; then the hooks stay until these blocks have ended.
+        """
+        with self._key.changes, self._key.lock:
+            self._adapters.clear()
+            self._seen.forget_unused(())
             self._closed = True
+            self._remove_unused_hooks()
+
+    def _remove_unused_hooks(self) -> None:
+        """Takes the hooks out of the model if the bank is closed and no block is in progress."""
+        with self._key.lock:
+            if self._closed and not self._key.blocks:
+                for handle in self._hooks.values():
+                    handle.remove()
+                self._hooks.clear()
 
     def use(self, names: str | Sequence[str]) -> "Block":
         """Returns a block in which the model computes with adapters, in this thread only.
@@ -204,25 +212,32 @@ class AdapterBank:
                 strings or have no order (a set); the bank is closed; modules or weights have
                 changed since the adapter was added; or the block is inside one of another bank.
                 From the model: the number of rows is not that of names; rows cannot be recognized
-                in a layer's input; or hooks have offloaded a bias that DoRA's gain leaves as it is.
+                in a layer's input or in a head's output; or hooks have offloaded a bias that DoRA's
+                gain leaves as it is.
         """
         return Block(partial(self._using, names))
 
     @contextmanager
     def _using(self, names: str | Sequence[str]) -> Iterator[None]:
-        self._check_open()
+        try:
+            with self._key.in_use():  # before the check: from then on, `close` leaves the hooks
+                self._check_open()
+                routing = self._routing(names)
+                self._seen.check(routing.adapters)
+                with routed(routing):
+                    yield
+        finally:
+            self._remove_unused_hooks()
+
+    def _routing(self, names: str | Sequence[str]) -> Routing:
         if isinstance(names, str):
-            routing = Routing(self._key, self._find([names]))
-        else:
-            of_rows = as_names("names", names, "an adapter's name, or a list of one for each row")
-            if not of_rows:
-                raise ValueError(f"no adapter is named; the bank has {self._listed()}")
-            segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
-            adapters = self._find([name for name, _ in segments])
-            routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        self._seen.check(routing.adapters)
-        with routed(routing), self._key.in_use():
-            yield
+            return Routing(self._key, self._find([names]))
+        of_rows = as_names("names", names, "an adapter's name, or a list of one for each row")
+        if not of_rows:
+            raise ValueError(f"no adapter is named; the bank has {self._listed()}")
+        segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
+        adapters = self._find([name for name, _ in segments])
+        return Routing(self._key, adapters, slices([count for _, count in segments]))
 
     def _find(self, names: Sequence[str]) -> tuple[PreparedAdapter, ...]:
         adapters = list[PreparedAdapter]()

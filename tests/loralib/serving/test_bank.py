@@ -416,14 +416,26 @@ def test_an_adapter_is_removed_while_another_one_is_added(bank, model_class, mon
 
 
 @torch.no_grad()
-def test_an_adapter_that_is_removed_in_a_block_is_used_until_its_end(bank, model):
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        (lambda bank: bank.remove("a"), "no adapter 'a'"),
+        (lambda bank: bank.close(), "the bank is closed"),
+    ],
+    ids=["remove", "close"],
+)
+def test_an_adapter_that_is_dropped_in_a_block_is_used_until_its_end(bank, model, drop, message):
     batch = make_batch([3, 2])
     with bank.use("a"):
         before = model(**batch)
-        bank.remove("a")
+        with bank.use("b"):
+            drop(bank)
+        with refuses(ValueError, message), bank.use("a"):
+            pass
         assert torch.equal(model(**batch), before)
-    with refuses(ValueError, "no adapter 'a'"), bank.use("a"):
+    with refuses(ValueError, message), bank.use("a"):
         pass
+    assert bool(hooks_of(model)) == bool(bank.names)
 
 
 @torch.no_grad()
