@@ -91,28 +91,38 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
         For the name of each such weight, the names of the others that share it in the model. The
         others do not get its values.
     """
-    base, first, untied = _named_tensors(model), first_names(model), {}
+    untied = dict[str, tuple[str, ...]]()
     family = family_of(adapter.tensors)
     of_their_own = family.untied_in(adapter.tensors) if family else set()
     besides = adapter.besides
-    for name, tensor in besides.items():
-        if name not in base:
-            continue
-        # By the first name of each module: a module that is used twice shares nothing with itself.
-        sharing = {_in_module(other, first): other for other in base if base[other] is base[name]}
-        others = [
-            other
-            for module, other in sharing.items()
-            if module != _in_module(name, first) and not _is_left_out(other, name, besides)
-        ]
+    for name, others in shared_by(model, besides).items():
         brought = [besides[other] for other in others if other in besides]
         is_ours = not (adapter.format == "peft" or adapter.lora.separate or name in of_their_own)
         if (is_ours and not brought) or (
-            len(brought) == len(others) and all(torch.equal(tensor, each) for each in brought)
+            len(brought) == len(others)
+            and all(torch.equal(besides[name], each) for each in brought)
         ):
             continue
-        untied[name] = tuple(others)
+        untied[name] = others
     return untied
+
+
+def shared_by(model: nn.Module, besides: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Returns, for each of an adapter's whole tensors, the names of others that it is in the model.
+
+    Names within the tensor's own module are left out, unless the adapter has them as well.
+    """
+    base, first = _named_tensors(model), first_names(model)
+    shared = dict[str, tuple[str, ...]]()
+    for name in filter(base.__contains__, besides):
+        # By the first name of each module: a module that is used twice shares nothing with itself.
+        sharing = {_in_module(other, first): other for other in base if base[other] is base[name]}
+        shared[name] = tuple(
+            other
+            for module, other in sharing.items()
+            if module != _in_module(name, first) and not _is_left_out(other, name, besides)
+        )
+    return shared
 
 
 def _is_left_out(other: str, name: str, brought: Collection[str]) -> bool:

@@ -13,6 +13,7 @@ from ..adapters.checks import check_possible_base
 from ..adapters.deltas import PARTS, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import last_projection, possible_fingerprints
+from ..adapters.merging import shared_by, untied_by
 from ..adapters.metadata import default_labels
 from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
@@ -53,7 +54,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     modules = adapted_modules(model, adapter)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
-    tensors = _head_tensors(adapter)
+    tensors = _head_tensors(model, adapter)
     check_there(tensors_of(model, tensors), "it gets an adapter")
     known = [base_fingerprint] if base_fingerprint else None
     check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
@@ -112,8 +113,8 @@ def _check_metadata(adapter: Adapter) -> None:
         raise NeedsMergingError(source, f"was trained with {switches} as well")
 
 
-def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """Returns an adapter's tensors that belong to its head.
+def _head_tensors(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
+    """Returns an adapter's tensors that belong to its head, under each name that they are for.
 
     Raises:
         CheckpointError: a tensor besides LoRA belongs to the backbone, or the head itself has LoRA.
@@ -121,6 +122,9 @@ def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
     adapted = lora_pairs(adapter.tensors, adapter.source)
     parts = {f"{module}.{part}" for module in adapted for part in PARTS}
     rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in parts}
+    apart = untied_by(model, adapter)
+    for name, others in shared_by(model, rest).items():
+        rest = {other: rest[name] for other in others if name not in apart} | rest
     for name in rest:
         if LORA.part in name or in_known_backbone(name):
             raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")
@@ -180,10 +184,11 @@ def _head(
     theirs = {name: t for name, t in tensors.items() if f"{name}.".startswith(start)}
     ours = module.state_dict(prefix=start).keys()
     state = model.state_dict(keep_vars=True)
-    of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
     brought = {id(state[name]) for name in theirs.keys() & ours}
+    of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
     # A file may lack a tensor that is tied to another, as a projection to the vocabulary may be.
     tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
+    of_others = {key: t for key, t in of_others.items() if key not in brought}  # the base's stay
     for what, names, which in (
         ("lacks", ours - theirs.keys() - tied, "which the model's head has"),
         ("has", theirs.keys() - ours, "which the model's head lacks"),

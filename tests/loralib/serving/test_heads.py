@@ -4,6 +4,7 @@ import asyncio
 import copy
 import time
 from collections import UserDict
+from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -156,12 +157,15 @@ class OfChangedLinear(OfTensor):
         self.head.forward = MethodType(tanh_first, self.head)
 
 
-def with_adapter(plain, own, x):
+def with_adapter(plain, own, x, changed=dict):
     """Returns a bank with the adapter "a" of `own`, checked to compute what `own` computes."""
-    bank = lora.AdapterBank(plain)
-    bank.add("a", adapter_of(own))
-    with torch.no_grad(), bank.use("a"):
-        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+    bank, adapter = lora.AdapterBank(plain), adapter_of(own)
+    with torch.no_grad():
+        before = plain(x)
+        bank.add("a", replace(adapter, tensors=changed(adapter.tensors)))
+        with bank.use("a"):
+            torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+        assert torch.equal(plain(x), before)
     return bank
 
 
@@ -478,6 +482,45 @@ def test_a_head_may_have_several_places_but_not_a_trained_part_of_it():
     with_adapter(plain, trained(plain), x)
     plain = SharesALayer(0).eval()  # which this adapter does not train
     with_adapter(plain, trained(plain, "head.1"), x)
+
+
+class OfTiedWords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.up = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.up(self.words(ids)))
+
+
+@pytest.mark.parametrize(
+    "kept", [["words.weight", "head.weight"], ["words.weight"], ["head.weight"]]
+)
+def test_a_trained_weight_that_modules_share_is_not_written_to_the_base(kept):
+    """A file may hold it once for all of its modules."""
+    plain, ids = OfTiedWords().eval(), torch.tensor([[1, 2], [8, 0]])
+    bank = with_adapter(
+        plain,
+        trained(plain, ["words", "head"]),
+        ids,
+        lambda tensors: {n: t for n, t in tensors.items() if "lora_" in n or n in kept},
+    )
+    assert bank._adapters["a"].heads.keys() == {"words", "head"}
+    assert plain.head.weight is plain.words.weight
+
+
+def test_a_trained_weight_may_be_for_one_of_the_modules_that_share_it():
+    """As it is in PEFT's adapters."""
+    plain, ids = OfTiedWords().eval(), torch.tensor([[1, 2], [8, 0]])
+    adapter = adapter_of(own := trained(plain, ["words", "head"]))
+    own.head.weight = plain.head.weight
+    del adapter.tensors["head.weight"]
+    bank = lora.AdapterBank(plain)
+    bank.add("a", replace(adapter, metadata=replace(adapter.metadata, separate=True)))
+    with torch.no_grad(), bank.use("a"):
+        torch.testing.assert_close(plain(ids), own(ids), rtol=1e-4, atol=1e-5)
 
 
 # ---- calls of heads ----
