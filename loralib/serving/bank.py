@@ -245,9 +245,8 @@ class AdapterBank:
             # Looked up once, because another thread may remove it at any time.
             adapter = self._adapters.get(name) if isinstance(name, str) else None
             if adapter is None:
-                asked = f"'{name}'" if isinstance(name, str) else shown(name)
                 found = f", only {self._listed()}" if self._adapters else ": the bank is empty"
-                raise ValueError(f"there is no adapter {asked}{found}")
+                raise ValueError(f"there is no adapter {shown(name)}{found}")
             adapters.append(adapter)
         return tuple(adapters)
 
