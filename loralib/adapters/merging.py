@@ -10,6 +10,7 @@ from ..errors import CheckpointError
 from ..experts import merge_stack
 from ..functional import merge
 from ..layer_kinds import out_in, unknown_layout
+from ..model_checks import check_there, tensors_of
 from ..module_names import first_names
 from ..positions import unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
@@ -35,6 +36,8 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     Raises:
         CheckpointError: for the reasons of `deltas_of`, or because the adapter does not fit the
             model. The model is then unchanged.
+        ValueError: a weight that the adapter changes has no values, or is quantized in an unknown
+            way.
     """
     modules = adapted_modules(model, adapter)
     for name, adapted in modules.items():
@@ -43,6 +46,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         if reason := unknown_layout(adapted.module, adapted.weight):
             raise CheckpointError(f"{adapter.source}: {name} is {reason}")
     others, base = adapter.besides, _named_tensors(model)
+    check_there(tensors_of(model, others), "an adapter is merged")
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
         if name not in base:
@@ -60,7 +64,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         setattr(adapted.module, adapted.name, _like(adapted.weight, _merged(adapted)))
     apart = untied_by(model, adapter)
     for name, tensor in others.items():
-        new = _like(base[name], tensor.to(base[name].dtype))
+        new = _like(base[name], tensor.to(base[name], copy=True))
         for place in (other for other in base if base[other] is base[name]):
             if place not in apart.get(name, ()):
                 owner, _, last = place.rpartition(".")

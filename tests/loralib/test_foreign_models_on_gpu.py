@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import SGD
 
 import loralib as lora
+from loralib.adapters.merging import merge_into
+from loralib.adapters.saving import adapter_of
 
 # A dozen consecutive sums of up to 48 products, in which embeddings of up to 4 are added up.
 SUMS, SIZE = 12 * 48, 16.0
@@ -94,6 +96,23 @@ def test_each_row_of_a_mixed_batch_has_its_adapter(kind, name, variant, tmp_path
         ours = outputs(model.to(GPU), on(GPU, case.inputs))
         assert ours.is_cuda
     assert_close_to_rounding(to_cpu(ours), theirs, SUMS, magnitude=SIZE)
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_an_adapter_with_a_head_is_merged_on_the_gpu(kind):
+    base = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    model = copy.deepcopy(base)
+    lora.add_lora(model, "query", r=2, modules_to_train="head")
+    nn.init.ones_(model["query"].lora_B)
+    nn.init.ones_(model["head"].weight)
+    adapter = adapter_of(model)
+    with kind():
+        base.to(GPU)
+        merge_into(base, adapter)
+        assert all(x.is_cuda for x in base.state_dict().values())
+    theirs = lora.merge(model).state_dict()
+    for name, ours in state_on_cpu(base).items():
+        assert_close_to_rounding(ours, theirs[name], 10, magnitude=4)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -254,6 +254,7 @@ def test_merging_does_not_write_to_the_old_tensors(layer):
         "head.weight",
     }
     assert torch.equal(new["head.weight"], head)
+    assert new["head.weight"].data_ptr() != head.data_ptr()  # so training does not change it
     assert torch.equal(new["query.bias"], torch.full((6,), 0.25))
 
 
@@ -270,6 +271,14 @@ def test_a_head_is_cast_to_the_models_dtype():
     merge_into(model, adapter_for("query", *pair(4, 4), head__weight=torch.full((2, 4), 1 / 3)))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model["head"].weight, torch.full((2, 4), 1 / 3).bfloat16())
+
+
+def test_a_head_without_values_is_refused():
+    model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 2, device="meta")})
+    before = model["query"].weight
+    with pytest.raises(ValueError, match=r"^head\.weight is on the meta device: load the model's"):
+        merge_into(model, adapter_for("query", *pair(4, 4), head__weight=torch.ones(2, 4)))
+    assert model["query"].weight is before
 
 
 def test_a_merged_model_is_a_plain_model():
