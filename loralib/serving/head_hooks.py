@@ -144,10 +144,12 @@ def _apply_heads(
         args, kwargs, _ = routing.inputs[module]
     given = (*args, *kwargs.values())
     x = next(iter(given), None)
-    if len(routing.adapters) == 1:
-        if isinstance(x, Tensor):
-            routing.parts(x)  # checks the number of rows
-        return out if heads[0] is None else heads[0](*args, **kwargs)
+    if isinstance(x, Tensor):
+        routing.parts(x)  # checks the number of rows
+    if all(head is None for head in heads):
+        return out
+    if len(heads) == 1:
+        return heads[0](*args, **kwargs)
     if not isinstance(x, Tensor) or not isinstance(out, Tensor):
         kinds = {type(each).__name__: None for each in (x, out) if not isinstance(each, Tensor)}
         raise ValueError(

@@ -197,15 +197,19 @@ def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
     """Also if that changes its input in place."""
     plain, x = kind().eval(), torch.randn(3, WIDTH)
     own, hooks = {name: trained(plain) for name in "ab"}, len(plain.head._forward_pre_hooks)
+    own |= {name: trained(plain, ()) for name in ("headless", "headless_2")}
     bank = lora.AdapterBank(plain)
     with mode():
         expected = {name: model(x) for name, model in own.items()}
         of_plain = plain(x)
         for name, model in own.items():
             bank.add(name, adapter_of(model))
-        for name in "ab":
+        for name in own:
             with bank.use(name):
                 torch.testing.assert_close(plain(x), expected[name], rtol=1e-4, atol=1e-5)
+        with bank.use(["headless", "headless_2", "headless_2"]):
+            mixed = torch.cat([expected["headless"][:1], expected["headless_2"][1:]])
+            torch.testing.assert_close(plain(x), mixed, rtol=1e-4, atol=1e-5)
         assert torch.equal(plain(x), of_plain)
         with bank.use(["a", "b", "b"]):
             if kind in TAKE_TENSORS:
@@ -219,6 +223,21 @@ def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
         bank.close()
         assert torch.equal(plain(x), of_plain)
     assert len(plain.head._forward_pre_hooks) == hooks
+
+
+def test_a_linear_head_is_given_its_input_itself():
+    """A copy could be large, and such a head does not change it."""
+    plain, inputs = OfLinear().eval(), []
+    plain.up.register_forward_hook(lambda *given: inputs.append(given[-1]))
+    plain.head.register_forward_hook(
+        lambda _, args, kwargs, out: inputs.append(kwargs["input"]), with_kwargs=True
+    )
+    bank, x = lora.AdapterBank(plain), torch.randn(3, WIDTH)
+    bank.add("a", adapter_of(trained(plain)))
+    with torch.no_grad(), bank.use("a"):
+        plain(x)
+    assert len(inputs) == 3  # the head is computed, and the adapter's
+    assert all(each is inputs[0] for each in inputs)
 
 
 def test_a_head_of_the_model_is_computed_on_a_copy_for_rows_without_another():
