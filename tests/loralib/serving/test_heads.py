@@ -603,15 +603,16 @@ def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
     bank = lora.AdapterBank(plain)
     bank.add("a", adapter_of(own))
     bank.add("b", adapter_of(own))
+    bank.add("h", adapter_of(trained(plain, ())))  # has no head
     with torch.no_grad():
         with bank.use(["a"] * 3):
             torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
         with bank.use(["a"] * 2), pytest.raises(ValueError, match="given for 2 rows, but a layer"):
             plain(x)
-        for names in ("abb", "aba"):
+        for names in ("abb", "aba", "aaah"):
             one_at_a_time = pytest.raises(ValueError, match=r"^head .* one adapter at a time$")
             with bank.use(list(names)), one_at_a_time:
-                plain(x)
+                plain(torch.randn(len(names), WIDTH))
 
 
 def test_rows_of_one_adapter_are_counted_where_a_head_is_given_a_tensor():
