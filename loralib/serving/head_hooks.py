@@ -5,7 +5,7 @@ row of a batch is computed with the head of its adapter.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,7 @@ def _apply_heads(
             f"{module} is given or returns a {next(iter(kinds))}, whose rows a bank cannot tell "
             "apart: use one adapter at a time"
         )
-    if any(map(_holds_tensor, given[1:])):
+    if any(isinstance(other, Tensor) for other in given[1:]):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
     _check_rows(module, out, x)
     parts = routing.parts(x)
@@ -169,14 +169,6 @@ def _apply_heads(
         outputs.append(_called_with(head, x[part], args, kwargs))
         _check_rows(module, outputs[-1], x[part])
     return _joined(outputs)
-
-
-def _holds_tensor(given: Any) -> bool:
-    if isinstance(given, Mapping):
-        return any(map(_holds_tensor, given.values()))
-    return isinstance(given, Tensor) or (
-        isinstance(given, list | tuple) and any(map(_holds_tensor, given))
-    )
 
 
 def _check_rows(module: str, out: Tensor, x: Tensor) -> None:

@@ -554,22 +554,6 @@ class OfTwoTensors(OfTensor):
         return self.head(self.up(x), x)
 
 
-class OfNestedTensors(OfTwoTensors):
-    """Its head is given a second tensor within other arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = AddsNested()
-
-    def forward(self, x):
-        return self.head(self.up(x), {"others": (None, [x])})
-
-
-class AddsNested(WithoutForward):
-    def forward(self, x, more):
-        return self.linear(x) + more["others"][1][0]
-
-
 class OfColumns(OfTwoTensors):
     """Its head gives a column for each row, or one value for all."""
 
@@ -596,7 +580,7 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("kind", [OfMapping, OfTwoTensors, OfNestedTensors, OfColumns, OfMean])
+@pytest.mark.parametrize("kind", [OfMapping, OfTwoTensors, OfColumns, OfMean])
 def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
     plain, x = kind().eval(), torch.randn(3, WIDTH)
     own = trained(plain)
