@@ -621,8 +621,15 @@ class OfItself(nn.Module):
         return self.linear(inner)
 
 
+CALLS = {
+    "by place": lambda head, x: head(x, 1),
+    "by name": lambda head, x: head(x=x, depth=1),
+    "by both": lambda head, x: head(x, depth=1),
+}
+
+
 class CallsItsHead(OfTensor):
-    by_name = False
+    called = staticmethod(CALLS["by place"])
 
     def __init__(self):
         super().__init__()
@@ -632,15 +639,15 @@ class CallsItsHead(OfTensor):
         x = self.up(x)
         if not whole:
             return self.head.linear(x)
-        return self.head(x=x, depth=1) if self.by_name else self.head(x, 1)
+        return self.called(self.head, x)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("called", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("names", ["a", "aab"])
-def test_a_head_may_call_itself_and_fail(names, by_name):
+def test_a_head_may_call_itself_and_fail(names, called):
     """A failed call leaves nothing behind, although it was in a block that goes on."""
     plain, x = CallsItsHead().eval(), torch.randn(3, WIDTH)
-    plain.by_name = by_name
+    plain.called = called
     own = {name: trained(plain) for name in "ab"}
     bank = lora.AdapterBank(plain)
     for name, model in own.items():
