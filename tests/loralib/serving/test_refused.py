@@ -189,6 +189,8 @@ def test_a_layer_s_input_with_another_number_of_rows_is_refused(bank, model, mod
             layer(x)
         with bank.use("a"):
             assert layer(x).shape[:-1] == x.shape[:-1]
+    with refuses(ValueError, "given for 8 rows, but a layer received"), bank.use(["a"] * WIDTH):
+        layer(torch.randn(WIDTH))  # one row, with as many features
     with refuses(ValueError, "given for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
         PackedRows(make_batch([2, 4, 1])["mask"]).routed()
         layer(torch.randn(6, WIDTH))
