@@ -38,6 +38,7 @@ import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.metadata import LoraMetadata
+from loralib.nn import routing
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.device_deltas import DeviceDelta
 from loralib.serving.hooks import Hook
@@ -474,12 +475,13 @@ def test_the_hooks_of_a_copy_may_be_registered_on_other_modules(bank, model, mod
 
 @torch.no_grad()
 def test_the_innermost_of_nested_blocks_applies(bank, model):
-    batch = make_batch([3, 2])
+    batch, open_blocks = make_batch([3, 2]), routing._blocks
     with bank.use("a"):
         outer = model(**batch)
         with bank.use(["b", "c"]):
             inner = model(**batch)
         assert torch.equal(model(**batch), outer)
+    assert routing._blocks == open_blocks  # or else compiled code would go on looking for blocks
     close_to_rows(inner, row_by_row(bank, model, "bc", batch))
 
 

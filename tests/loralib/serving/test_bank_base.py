@@ -623,9 +623,12 @@ def test_a_bank_holds_no_references_that_no_adapter_needs(drop):
     model = Own()
     bank = lora.AdapterBank(model)
     bank.add("a", adapter(model, None))
+    outputs(bank, model)
     layer = model.body[0]
-    refs = [weakref.ref(each) for each in (layer, layer.query, layer.query.weight, model.score)]
+    held = (layer, layer.query, layer.query.weight, model.score, bank._adapters["a"])
+    refs = [weakref.ref(each) for each in held]
     drop(bank)
+    del held
     model.body[0], model.score, layer = Layer(), nn.Linear(WIDTH, 3), None
     gc.collect()
     assert [each() for each in refs] == [None] * len(refs)
