@@ -192,3 +192,21 @@ def test_vmap_over_an_attention_with_dora_in_half_precision():
     expected = torch.stack([layer(each, each, each)[0] for each in x])
     found = vmap(lambda each: layer(each, each, each)[0])(x)
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+def test_a_frozen_layer_s_scaling_may_be_transformed():
+    """It has no merged copy then, which would have no derivative."""
+    layer = lora.Linear(4, 3, r=R).eval().requires_grad_(False)
+    torch.nn.init.normal_(layer.lora_B)
+    x, scalings = torch.randn(2, 4), torch.tensor([1.0, 2.0])
+
+    def scaled(scaling):
+        layer.scaling = scaling
+        return layer(x)
+
+    with torch.no_grad():
+        expected = torch.stack([scaled(each) for each in scalings])
+    assert_close_to_rounding(vmap(scaled)(scalings), expected, TERMS)
+    _, slope = jvp(scaled, (scalings[0],), (torch.tensor(1.0),))
+    largest = float(expected.abs().max())
+    assert_close_to_rounding(slope, expected[1] - expected[0], TERMS, magnitude=largest)

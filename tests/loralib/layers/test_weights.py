@@ -195,6 +195,16 @@ def test_the_merged_copy_follows_a_fused_step_after_a_forward_since_the_backward
         close(layer(x), reference(layer, x))
 
 
+@torch.no_grad()
+def test_the_address_of_a_weight_with_a_merged_copy_is_not_given_to_another():
+    """Not after a replacement through `.data` either: the copy would seem to be of that one."""
+    layer = lora.Linear(4, 3, r=2).eval()
+    layer(torch.ones(1, 4))
+    old = layer.weight.data_ptr()
+    layer.weight.data = layer.weight.data.clone()
+    assert layer._merged_copy.alias.data_ptr() == old
+
+
 def test_a_frozen_layer_keeps_its_merged_copy_while_another_model_is_trained():
     layer, x = built(CASES["linear"]).eval().requires_grad_(False), CASES["linear"].x()
     other = nn.Parameter(torch.ones(1))
