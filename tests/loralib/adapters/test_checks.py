@@ -83,9 +83,10 @@ def test_adapters_that_were_trained_together_must_be_given_together():
     info = BiasMetadata(trained_with=("apply_lora",))
     bitfit = Adapter(biases, info, "bias file", kind=BITFIT)
     check_together([with_biases, bitfit])
-    for alone in ([with_biases], [bitfit]):
-        with pytest.raises(MissingPartError):
-            check_together(alone)
+    for alone, missing in ((with_biases, "apply_bitfit"), (bitfit, "apply_lora")):
+        message = rf"^{alone.source}: was trained with {missing} as well, whose weights are in"
+        with pytest.raises(MissingPartError, match=message):
+            check_together([alone])
     check_together([tiny_adapter(metadata=None), replace(bitfit, metadata=None)])
     other = replace(bitfit, tensors={**biases, "classifier.bias": torch.zeros(3)})
     message = (
