@@ -125,8 +125,10 @@ def test_an_added_head_has_no_dropout(model, model_class):
     model.classifier.forward = lambda x: Head.forward(model.classifier, x)
     bank = lora.AdapterBank(model.train())
     bank.add("a", make_adapter(model_class, "a"))
-    assert not any(module.training for module in bank._adapters["a"].heads["classifier"].modules())
+    head = bank._adapters["a"].heads["classifier"]
+    assert not any(module.training for module in head.modules())
     assert model.classifier.training
+    assert (head.out_proj.out_features, model.classifier.out_proj.out_features) == (2, 3)
 
 
 # ---- mixed batches ----
