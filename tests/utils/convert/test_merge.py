@@ -91,6 +91,9 @@ def test_merged(convert, tmp_path, family, kind):
         "float32",
         str(base),
     )
+    weights, _ = read_tensors(tmp_path / "out" / "model.safetensors")
+    size = sum(tensor.nbytes for tensor in weights.values()) / 2**20
+    assert printed["size"] == f"{size:.2f} MiB"
     assert printed["notes"] == []
 
 
