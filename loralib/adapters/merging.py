@@ -136,7 +136,7 @@ def _is_left_out(other: str, name: str, brought: Collection[str]) -> bool:
     as a bias with a second name.
     """
     module = name.rpartition(".")[0]
-    return bool(module) and other.startswith(f"{module}.") and other not in brought
+    return other.startswith(f"{module}.") and other not in brought
 
 
 def _in_module(name: str, first: Mapping[str, str]) -> str:

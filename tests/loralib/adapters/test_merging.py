@@ -273,6 +273,41 @@ def test_a_head_is_cast_to_the_models_dtype():
     assert torch.equal(model["head"].weight, torch.full((2, 4), 1 / 3).bfloat16())
 
 
+class TwoNames(nn.Module):
+    """A head whose bias has two names, as that of RoBERTa's language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(4, 2)
+        self.bias = self.decoder.bias
+
+
+FOR_ONE_MODULE = {"format": "peft"}, {"metadata": replace(INFO, separate=True)}
+
+
+@pytest.mark.parametrize("settings", [{}, *FOR_ONE_MODULE], ids=str)
+@pytest.mark.parametrize("second", [None, 2.0])
+def test_a_second_name_gets_the_first_one_s_value_unless_the_adapter_has_another(settings, second):
+    model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": TwoNames()})
+    brought = {} if second is None else {"head__decoder__bias": torch.full((2,), second)}
+    adapter = adapter_for("query", *pair(4, 4), head__bias=torch.ones(2), **brought)
+    merge_into(model, replace(adapter, **settings))
+    assert model["head"].bias.tolist() == [1, 1]
+    assert model["head"].decoder.bias.tolist() == [second or 1] * 2
+
+
+@pytest.mark.parametrize("settings", [{}, *FOR_ONE_MODULE], ids=str)
+def test_a_weight_that_modules_share_may_be_for_one_of_them_alone(settings):
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "head", "other")})
+    model["other"].weight = model["head"].weight
+    before = model["other"].weight.tolist()
+    adapter = adapter_for("query", *pair(4, 4), head__weight=torch.ones(4, 4))
+    merge_into(model, replace(adapter, **settings))
+    assert model["head"].weight.tolist() == torch.ones(4, 4).tolist()
+    assert (model["other"].weight is model["head"].weight) == (not settings)
+    assert (model["other"].weight.tolist() == before) == bool(settings)
+
+
 def test_a_head_without_values_is_refused():
     model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 2, device="meta")})
     before = model["query"].weight
