@@ -290,7 +290,7 @@ FOR_ONE_MODULE = {"format": "peft"}, {"metadata": replace(INFO, separate=True)}
 def test_a_second_name_gets_the_first_one_s_value_unless_the_adapter_has_another(settings, second):
     model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": TwoNames()})
     brought = {} if second is None else {"head__decoder__bias": torch.full((2,), second)}
-    adapter = adapter_for("query", *pair(4, 4), head__bias=torch.ones(2), **brought)
+    adapter = adapter_for("query", *pair(4, 4), **brought, head__bias=torch.ones(2))
     merge_into(model, replace(adapter, **settings))
     assert model["head"].bias.tolist() == [1, 1]
     assert model["head"].decoder.bias.tolist() == [second or 1] * 2
