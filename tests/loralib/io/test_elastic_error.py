@@ -81,7 +81,7 @@ def test_a_wrong_flag_is_reported(error_file, capsys):
 def launch_script(tmp_path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    return launch(processes, script, *flags, restarts=0, tree="NLG")
+    return launch(processes, script, *flags, restarts=0)
 
 
 @pytest.mark.distributed
