@@ -151,7 +151,7 @@ def test_saving_names_an_optimizer_from_before_add_lora_as_a_cause(tmp_path):
     assert remark.startswith("the updates of 2 of 2 modules are zero (layers.0.out … and 1 more)")
     assert "as by an optimizer from before add_lora" in remark
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), count=2)  # as suggested
-    assert "are zero" not in lora.save_adapter(model, tmp_path / "trained.safetensors")[-1]
+    assert not lora.save_adapter(model, tmp_path / "trained.safetensors")
 
 
 class Same(nn.Module):
