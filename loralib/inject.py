@@ -352,8 +352,8 @@ def adapt(
     _adapt_all(model, modules, stacks, settings)
     disable_fast_paths(model)
     new = {name: layer for name, layer in lora_layers(model).items() if name not in had_update}
+    forget_weights(model, (layer.base for layer in new.values()))
     for name, layer in new.items():
-        forget_weights(layer.base)
         with recording_additions(model.get_submodule(name)):
             note_name(layer, name)
     note_adapted(model, new)

@@ -58,11 +58,17 @@ def noted_weights(model: nn.Module) -> set[Tensor]:
     return {model.get_parameter(name) for name in names}
 
 
-def forget_weights(module: nn.Module) -> None:
-    """Drops the record of a module's parameters, except biases: they are the base's again."""
-    record = vars(module).get(_RECORD, {})
-    for name in [name for name in record if "bias" not in name]:
-        del record[name]
+def forget_weights(model: nn.Module, owners: Iterable[nn.Module]) -> None:
+    """Drops the record of some modules' parameters, except biases: they are the base's again.
+
+    Of a tied weight, it drops the records of all modules that have it.
+    """
+    own = (item for owner in owners for item in owner._parameters.items())
+    theirs = {each for name, each in own if each is not None and "bias" not in name}
+    for module in model.modules():
+        record = vars(module).get(_RECORD, {})
+        for name in [name for name in record if module._parameters.get(name) in theirs]:
+            del record[name]
 
 
 def note_untied(module: nn.Module, others: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from quantized_linears import Int8Tensor, Linear4bit
 from torch import nn
 
 import loralib as lora
+from loralib.adapters.saving import adapter_of
 
 R = 2
 
@@ -227,3 +228,12 @@ def test_a_module_that_was_trained_as_a_whole_is_adapted_as_a_part_of_the_base(t
     lora.load_adapter(base, tmp_path / "a.safetensors")
     x = torch.ones(2, 4)
     assert torch.equal(base(x), model(x))
+
+
+def test_a_tied_weight_that_was_trained_is_the_base_s_again_in_both_places():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)])
+    model[2].weight = model[1].weight
+    lora.add_lora(model, "0", r=R, modules_to_train=["1", "2"])
+    lora.remove_lora(model)
+    lora.add_lora(model, "1", r=R, untie=True)
+    assert adapter_of(model).tensors.keys() == {"1.lora_A", "1.lora_B"}
