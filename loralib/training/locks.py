@@ -213,7 +213,8 @@ def means_no_locks(error: Exception) -> bool:
 def _held(folder: Path, owner: Owner | None) -> TrainingError:
     whose = "unknown" if owner is None else str(owner)
     advice = "wait until it ends, or give another folder"
-    if owner is not None and owner.command == _command():
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
+    if owner is not None and owner.command == _command() and not is_launched:
         advice += "; to make both one run, start them with torchrun, not with srun or mpirun alone"
     if owner is None or not owner.can_be_checked:
         advice += f"; if it is gone, remove {folder / LOCK_NAME} and {OWNER_NAME}"

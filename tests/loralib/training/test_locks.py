@@ -109,10 +109,14 @@ def test_the_lock_of_a_live_process_is_not_waited_for(tmp_path, held, clock):
 
 
 @pytest.mark.parametrize("command", [{}, {"command": "run_glue.py --seed 1"}])
-def test_processes_that_a_launcher_did_not_make_one_run_are_told_so(tmp_path, held, command):
-    """Such as those of srun, which gives each the same command."""
+def test_processes_that_a_launcher_did_not_make_one_run_are_told_so(
+    tmp_path, held, monkeypatch, command
+):
+    """Such as those of srun, which gives each the same command; torchrun makes them one run."""
     write_owner(tmp_path, **command)
     assert ("start them with torchrun, not with srun" in refused(tmp_path)) == (not command)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "start them with torchrun" not in refused(tmp_path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot be asked whether a process exists")
@@ -216,7 +220,7 @@ def test_a_later_process_with_the_owners_pid_is_not_the_owner(tmp_path, no_locks
 def test_on_windows_the_owner_is_not_sent_a_signal(tmp_path, monkeypatch):
     """Signal 0 is Ctrl-C there."""
     owner = Owner.this_process()
-    monkeypatch.setattr(locks, "os", SimpleNamespace(name="nt"))  # without kill
+    monkeypatch.setattr(locks, "os", SimpleNamespace(name="nt", environ={}))  # without kill
     assert not owner.is_gone
     message = str(locks._held(tmp_path, owner))
     assert message.endswith(f"if it is gone, remove {tmp_path / LOCK_NAME} and {OWNER_NAME}")
