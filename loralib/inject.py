@@ -75,7 +75,7 @@ from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_no_peft_layers, check_whole
 from .modules_to_train import (
     check_has_parameters,
-    check_not_trained,
+    check_none_trained,
     check_trained,
     trained_as_wholes,
 )
@@ -219,7 +219,7 @@ def add_lora(
         is_first = not lora_layers(model)
         trained_before = trained_as_wholes(model, names)
         if not is_first:
-            check_not_trained(model, names)
+            check_none_trained(trained_before)
         adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
         if is_first:
             freeze_base(model)

@@ -41,7 +41,7 @@ def warn_of_trained_before(names: Collection[str]) -> None:
     """Warns of adapted modules that were trained as wholes before `remove_lora`."""
     if names:
         logger.warning(
-            "%s was trained as a whole before remove_lora (modules_to_train, or an adapter): its "
+            "%s: trained before remove_lora as a whole (modules_to_train, or an adapter); these "
             "weights belong to the base now, so save the base as well unless they never changed",
             listed(map(module_label, names)),
         )

@@ -73,9 +73,9 @@ def trained_as_wholes(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if own_parameters(model, name) & trained]
 
 
-def check_not_trained(model: nn.Module, adapted: Iterable[str]) -> None:
-    """Checks that none of the modules to adapt is trained already, beside the LoRA of others."""
-    for name in trained_as_wholes(model, adapted):
+def check_none_trained(trained: Iterable[str]) -> None:
+    """Checks that no module to adapt is trained already; `trained_as_wholes` says which are."""
+    for name in trained:
         raise ValueError(
             f"{module_label(name)} is trained as a whole already, by an earlier modules_to_train "
             "or an adapter, and no adapter can hold an update of it as well: leave it out of "

@@ -222,7 +222,7 @@ def test_a_module_that_was_trained_as_a_whole_is_adapted_as_a_part_of_the_base(t
     lora.remove_lora(model)
     base = copy.deepcopy(model)
     lora.add_lora(model, "1", r=R)
-    assert "module 1 was trained as a whole before remove_lora" in caplog.text
+    assert "module 1: trained before remove_lora as a whole" in caplog.text
     nn.init.normal_(model[1].lora_B)
     lora.save_adapter(model, tmp_path / "a.safetensors")
     lora.load_adapter(base, tmp_path / "a.safetensors")
