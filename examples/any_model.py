@@ -81,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("r", 8, "rank of the update", type=int)
     add("lora_alpha", 16, "the update is scaled by lora_alpha / r", type=float)
     add("variant", "lora", "of the update: lora, rslora, dora or rslora+dora")
-    add("lr", 1e-4, "learning rate", type=float)
+    add("lr", 2e-4, "learning rate", type=float)
     add("lora_plus_ratio", 1.0, "learning rate of B over that of A, for LoRA+", type=float)
     add("epochs", 3, "passes over the text", type=int)
     add("batch_size", 8, "blocks in a step", type=int)

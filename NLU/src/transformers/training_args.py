@@ -212,7 +212,7 @@ class TrainingArguments:
     greater_is_better: bool | None = flag(
         None,
         "whether a greater value is better (default: true, unless the metric's name ends in loss, "
-        "error, mse, rmse, mae or perplexity)",
+        "error, mse, rmse, mae or perplexity, and has no neg_ in it)",
     )
     ignore_data_skip: bool = flag(
         False, "after a resume, start the epoch's data over: faster, but not the same run"
