@@ -168,7 +168,7 @@ def _apply_heads(
             continue
         outputs.append(_called_with(head, x[part], args, kwargs))
         _check_rows(module, outputs[-1], x[part])
-    return _joined(outputs)
+    return _joined(module, outputs)
 
 
 def _check_rows(module: str, out: Tensor, x: Tensor) -> None:
@@ -180,9 +180,22 @@ def _check_rows(module: str, out: Tensor, x: Tensor) -> None:
         )
 
 
-def _joined(outputs: list[Tensor]) -> Tensor:
-    """Returns the outputs of successive rows as one tensor; see `AdapterBank.use` for widths."""
-    if outputs[0].dim() == 1:
+def _joined(module: str, outputs: list[Tensor]) -> Tensor:
+    """Returns the outputs of successive rows as one tensor; see `AdapterBank.use` for widths.
+
+    Raises:
+        ValueError: they differ in more than their widths, or cannot be padded with -inf.
+    """
+    first = outputs[0]
+    for other in outputs:
+        is_alike = other.dim() == first.dim() and other.shape[1:-1] == first.shape[1:-1]
+        if not is_alike or (other.shape[1:] != first.shape[1:] and not other.is_floating_point()):
+            raise ValueError(
+                f"{module} turns a row into {tuple(first.shape[1:])} for one adapter and "
+                f"{tuple(other.shape[1:])} for another, which no tensor holds together: use one "
+                "adapter at a time"
+            )
+    if first.dim() == 1:
         return torch.cat(outputs)  # one value for each row
     widest = max(output.shape[-1] for output in outputs)
     padding = [(0, widest - output.shape[-1]) for output in outputs]

@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import re
 import time
 from collections import UserDict
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
 
@@ -597,6 +599,30 @@ def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
             one_at_a_time = pytest.raises(ValueError, match=r"^head .* one adapter at a time$")
             with bank.use(list(names)), one_at_a_time:
                 plain(torch.randn(len(names), WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"),
+    [
+        (lambda x: x.squeeze(-1), [(), (3,)]),  # a score, or logits
+        (lambda x: x if len(x.T) == 1 else x[:, None], [(1,), (1, 3)]),
+        (lambda x: x[:, None].expand(-1, len(x.T), -1), [(1, 1), (3, 3)]),
+        (lambda x: x > 0, [(1,), (3,)]),  # there is no -inf of this dtype
+    ],
+)
+def test_outputs_that_padding_does_not_fit_together_are_refused(function, rows):
+    plain, x = OfColumns().eval(), torch.randn(2, WIDTH)
+    plain.head[1].function = function
+    bank, other = lora.AdapterBank(plain), copy.deepcopy(plain)
+    other.head[0] = nn.Linear(WIDTH, 1)
+    bank.add("1", adapter_of(trained(other)))
+    bank.add("3", adapter_of(trained(plain)))
+    bank.add("h", adapter_of(trained(plain, ())))
+    for names, (first, second) in {"11": rows[:1] * 2, "13": rows, "h1": rows[::-1]}.items():
+        message = re.escape(f"head turns a row into {first} for one adapter and {second} for ano")
+        refused = pytest.raises(ValueError, match=f"^{message}.* use one adapter at a time$")
+        with torch.no_grad(), bank.use(list(names)), nullcontext() if names == "11" else refused:
+            assert plain(x).shape == (2, *first)
 
 
 def test_rows_of_one_adapter_are_counted_where_a_head_is_given_a_tensor():
