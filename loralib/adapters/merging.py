@@ -17,6 +17,7 @@ from ..quantized_layers import is_quantized_linear, not_merged
 from .adapted_weights import AdaptedWeight, adapted_modules
 from .adapter import Adapter
 from .families import family_of
+from .fingerprint import are_of_one_base, fingerprint_without
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
         if reason := unknown_layout(adapted.module, adapted.weight):
             raise CheckpointError(f"{adapter.source}: {name} is {reason}")
-    others, base = adapter.besides, _named_tensors(model)
+    others, base, apart = adapter.besides, _named_tensors(model), untied_by(model, adapter)
     check_there(tensors_of(model, others), "an adapter is merged")
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
@@ -62,7 +63,6 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         unshare_positions(model, modules)
     for adapted in modules.values():
         setattr(adapted.module, adapted.name, _like(adapted.weight, _merged(adapted)))
-    apart = untied_by(model, adapter)
     for name, tensor in others.items():
         new = _like(base[name], tensor.to(base[name], copy=True))
         for place in (other for other in base if base[other] is base[name]):
@@ -86,10 +86,11 @@ def _merged(adapted: AdaptedWeight) -> Tensor:
 def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     """Returns the adapter's weights that are for one module alone, although the model shares them.
 
-    Our own adapters hold a shared weight once for all its modules, or once under each name. There
-    are two exceptions: the metadata says otherwise (`separate`), or the adapter holds a weight that
-    its family ties to another one, which is only held if it is no longer tied. PEFT's adapters hold
-    a separate weight for each module that they name.
+    A weight that was shared in training is held under each of its names. Early adapters of our own
+    hold it under one, which their base's fingerprint shows, as it leaves the others out. PEFT's
+    adapters, and those whose metadata say so (`separate`), hold a separate weight for each module
+    that they name. So does one with a weight that its family ties to another, which is only held if
+    it is no longer tied.
 
     Returns:
         For the name of each such weight, the names of the others that share it in the model. The
@@ -102,13 +103,20 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     for name, others in shared_by(model, besides).items():
         brought = [besides[other] for other in others if other in besides]
         is_ours = not (adapter.format == "peft" or adapter.lora.separate or name in of_their_own)
-        if (is_ours and not brought) or (
+        if (is_ours and not brought and _were_shared(model, adapter)) or (
             len(brought) == len(others)
             and all(torch.equal(besides[name], each) for each in brought)
         ):
             continue
         untied[name] = others
     return untied
+
+
+def _were_shared(model: nn.Module, adapter: Adapter) -> bool:
+    """Returns whether an adapter's base shared what the model shares of the adapter's tensors."""
+    theirs = adapter.lora.base_fingerprint
+    ours = fingerprint_without(model, adapter.besides)
+    return theirs is not None and ours is not None and are_of_one_base(theirs, ours)
 
 
 def shared_by(model: nn.Module, besides: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:

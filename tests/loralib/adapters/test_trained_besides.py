@@ -1,6 +1,7 @@
 """Tests that what is trained besides LoRA is saved, also if frozen since, tied, or wrapped."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.saving import adapter_of
 from loralib.errors import CheckpointError, NeedsMergingError
@@ -130,6 +132,29 @@ def test_a_tied_weight_is_saved_under_all_of_its_names(tmp_path, format):
     lora.load_adapter(loaded, path)
     assert loaded.last.weight is loaded.words.weight
     torch.testing.assert_close(loaded(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("way", ["load", "merge", "bank"])
+@pytest.mark.parametrize("file", ["a.safetensors", "a.bin"])
+def test_a_weight_that_was_not_tied_in_training_is_its_module_s_alone(tmp_path, file, way, caplog):
+    own, model = tied(), tied()
+    own.last.weight = nn.Parameter(own.last.weight.detach().clone())
+    lora.add_lora(own, "up", r=2, lora_alpha=2, modules_to_train="last")
+    for parameter in own.parameters():
+        parameter.data += torch.rand_like(parameter) * parameter.requires_grad
+    lora.save_adapter(own, tmp_path / file)
+    adapter = read_adapter(tmp_path / file, lora_alpha=2)
+    if way == "bank":
+        bank = lora.AdapterBank(model)
+        bank.add("a", adapter)
+        assert bank._adapters["a"].heads.keys() == {"last"}
+    elif way == "merge":
+        merge_into(model, adapter)
+    else:
+        lora.load_adapter(model, tmp_path / file, lora_alpha=2)
+        assert "last.weight no longer shares its weight with words.weight" in caplog.text
+    with torch.no_grad(), bank.use("a") if way == "bank" else nullcontext():
+        torch.testing.assert_close(model(IDS), own(IDS), rtol=1e-4, atol=1e-5)
 
 
 def test_separate_weights_need_a_format_that_records_them(tmp_path):
