@@ -200,7 +200,8 @@ def _head(
     if weight is not None and weight.dim() == 2 and weight.numel():
         projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
         assert isinstance(projection, nn.Linear)  # see `last_projection`
-        _set_outputs(projection, len(weight))
+        if len(weight) != projection.out_features:  # otherwise its bias may be tied to another
+            _set_outputs(projection, len(weight))
     copied = head.state_dict(prefix=start)
     for name, tensor in theirs.items():
         if tensor.shape != copied[name].shape:

@@ -532,6 +532,32 @@ def test_a_trained_weight_that_modules_share_is_not_written_to_the_base(kept):
     assert plain.head.weight is plain.words.weight
 
 
+class TwoNames(nn.Module):
+    """A head whose bias has two names, as a language model's in Transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(WIDTH, 3)
+        self.bias = self.decoder.bias
+
+    def forward(self, x):
+        return self.decoder(x)
+
+
+@pytest.mark.parametrize("left_out", ["head.bias", "head.decoder.bias", "neither"])
+def test_a_bias_with_two_names_in_a_head_may_be_held_once(left_out):
+    plain = OfScores().eval()
+    plain.head = TwoNames()
+    bank = with_adapter(
+        plain,
+        trained(plain),
+        torch.randn(2, WIDTH),
+        lambda tensors: {n: t for n, t in tensors.items() if n != left_out},
+    )
+    head = bank._adapters["a"].heads["head"]
+    assert head.decoder.bias is head.bias
+
+
 def test_a_trained_weight_may_be_for_one_of_the_modules_that_share_it():
     """As it is in PEFT's adapters."""
     plain, ids = OfTiedWords().eval(), torch.tensor([[1, 2], [8, 0]])
