@@ -34,6 +34,7 @@ from torch import Tensor
 from encoded import END_OF_TEXT_ID
 from loralib.io.command_line import check_bounds
 from loralib.nn.packing import PackedRows, attend
+from loralib.nn.routing import is_by_row, note_tokens
 from model import Attend, GPT2LMModel
 
 _NEVER = float("-inf")
@@ -184,6 +185,9 @@ class _Search:
     def _read_last_tokens(self) -> Tensor:
         """Returns the logits after each beam's last token, (prompts, beams, vocabulary)."""
         count, beams, length = self.history.shape
+        if is_by_row():  # a prompt whose search is over has no tokens any more
+            tokens = torch.bincount(self.places, minlength=len(self.ids)) * beams
+            note_tokens(tokens.tolist())
         positions = (self.lengths + length - 1).repeat_interleave(beams)
         growing = self.cache.growing()
         hidden = self.model.transformer(self.history[..., -1].flatten(), positions, growing)

@@ -10,7 +10,9 @@ import torch
 from compare import assert_close_to_rounding
 
 import beam
+import loralib as lora
 from beam import BeamSettings, TreeCache, best_candidates, penalize, search
+from loralib.adapters.saving import adapter_of
 from model import GPT2Config, GPT2LMModel
 
 WORDS = 28
@@ -207,6 +209,30 @@ def test_a_batch_gives_the_same_texts_as_single_prompts(model, length_penalty):
     together = search(model, prompts, settings)
     assert together == [search(model, [prompt], settings)[0] for prompt in prompts]
     assert len({len(text) for text in together}) > 1
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [[3, 9, 5], [5]]])  # the latter: 4 tokens, 4 beams
+@pytest.mark.parametrize("beams", [1, 2])
+def test_prompts_may_have_different_adapters(prompts, beams):
+    """Although rows of beams are not those of prompts, and some searches end before others."""
+    model = random_model(seed=0, vocab_size=CONFIG.vocab_size)
+    bank = lora.AdapterBank(model)
+    for name in "ab":
+        trained = GPT2LMModel(dataclasses.replace(model.config, lora_attn_dim=4)).double()
+        trained.load_state_dict(model.state_dict(), strict=False)
+        lora.mark_only_lora_as_trainable(trained)
+        for block in trained.transformer.h:
+            torch.nn.init.normal_(block.attn.c_attn.lora_B)
+        bank.add(name, adapter_of(trained))
+    settings = BeamSettings(beams, eval_len=8, eos_token_ids=tuple(range(0, WORDS, 4)))
+    names, alone = [*"abaab"[: len(prompts)]], {}
+    for name in "ab":
+        with bank.use(name):
+            alone[name] = [search(model, [prompt], settings)[0] for prompt in prompts]
+    with bank.use(names):
+        mixed = search(model, prompts, settings)
+    assert mixed == [alone[name][row] for row, name in enumerate(names)]
+    assert mixed not in alone.values()
 
 
 # ------------------------------------------------------------------------------------------------
