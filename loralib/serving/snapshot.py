@@ -150,9 +150,10 @@ class _Weight:
     def has_changed(self) -> bool:
         """Returns whether the weight's values have changed, as by `load_state_dict` or a merge.
 
-        Values are compared only if the weight is another tensor, or PyTorch has counted a write to
-        it. So writes through ``.data`` or by an optimizer's fused step are missed. A tensor that is
-        sharded, transformed or cannot be read counts as unchanged.
+        Some values (`sampled`) are compared, and only if the weight is another tensor, or PyTorch
+        has counted a write to it. So writes to others, through ``.data`` or by an optimizer's fused
+        step are missed. A tensor that is sharded, transformed or cannot be read counts as
+        unchanged.
         """
         weight = self._module.weight
         if weight is self._weight and _writes_to(weight) == self._writes:
