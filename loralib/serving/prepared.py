@@ -176,6 +176,8 @@ def _head(
         CheckpointError: the tensors are not the module's, or have other shapes.
     """
     module = dict(model.named_modules()).get(top)
+    if top in model._parameters:
+        raise NeedsMergingError(source, f"trains {top}, a parameter of the model itself")
     if module is None:
         raise CheckpointError(
             f"{source}: the model has no '{top}', to which the adapter's head belongs"

@@ -447,6 +447,15 @@ def test_a_head_whose_parameters_the_model_reads_is_refused(kind, message):
     assert not plain.head._forward_hooks
 
 
+def test_a_trained_parameter_of_the_model_itself_is_refused():
+    plain = OfTensor().eval()
+    plain.scale = nn.Parameter(torch.ones(()))
+    own = trained(plain)
+    own.scale.requires_grad_()
+    with pytest.raises(NeedsMergingError, match="trains scale, a parameter of the model itself; "):
+        lora.AdapterBank(plain).add("a", adapter_of(own))
+
+
 class ReadsItsHeadsDtype(OfTensor):
     """Its head has a parametrized weight, which is computed whenever it is read."""
 
