@@ -18,7 +18,7 @@ def delta_hooks(key: Key, model: nn.Module, modules: Collection[str]) -> list[Ho
         model: the model.
         modules: the names of the modules that the adapter adapts.
     """
-    return [Hook(key, module, _add_deltas) for module in _like(model, modules)]
+    return [Hook(key, module, _add_deltas, is_first=True) for module in _like(model, modules)]
 
 
 def _like(model: nn.Module, modules: Collection[str]) -> list[str]:

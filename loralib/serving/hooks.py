@@ -64,12 +64,14 @@ class Hook:
         module: the module's name.
         act: what the hook does within that bank's blocks.
         is_always: whether it also acts where the module, or another hook, has raised an error.
+        is_first: whether it acts before the module's other hooks, and so on its own output.
     """
 
     key: Key
     module: str
     act: Callable[..., Tensor]
     is_always: bool = False
+    is_first: bool = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None
@@ -86,7 +88,9 @@ class Hook:
 
     def register(self, module: nn.Module) -> RemovableHandle:
         """Gives the hook to a module."""
-        return module.register_forward_hook(self, with_kwargs=True, always_call=self.is_always)
+        return module.register_forward_hook(
+            self, prepend=self.is_first, with_kwargs=True, always_call=self.is_always
+        )
 
     def is_on(self, module: nn.Module, handle: RemovableHandle) -> bool:
         """Returns whether a module has the hook, which returned this handle when it was registered.

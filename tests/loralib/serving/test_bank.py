@@ -316,6 +316,22 @@ def test_other_modules_of_an_adapted_one_s_name_may_be_of_any_kind():
         assert model[2](None) is None
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_other_hooks_get_the_adapted_output(is_first):
+    """Whether they are registered before the bank's or after, as on a layer with LoRA."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    tensors = {"layer.lora_A": torch.ones(2, 4), "layer.lora_B": torch.ones(4, 2)}
+    adapter = Adapter(tensors, LoraMetadata(rank=2, alpha=2.0, targets=("layer",)))
+    if is_first:
+        layer.register_forward_hook(lambda *given: given[-1] * -2)
+    bank = lora.AdapterBank(Calls(layer))
+    bank.add("a", adapter)
+    if not is_first:
+        layer.register_forward_hook(lambda *given: given[-1] * -2)
+    with torch.no_grad(), bank.use("a"):
+        torch.testing.assert_close(layer(x), -2 * (layer.forward(x) + x @ torch.full((4, 4), 2.0)))
+
+
 # ---- the base ----
 
 
