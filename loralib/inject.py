@@ -59,15 +59,12 @@ from .inject_checks import (
     check_tied,
 )
 from .inject_warnings import (
-    warn_of_foreign_linear,
-    warn_of_guessed_head,
     warn_of_half_precision,
     warn_of_kinds,
     warn_of_no_initialization,
     warn_of_no_parameters,
-    warn_of_numbers,
     warn_of_reads,
-    warn_of_stacks,
+    warn_of_targets,
     warn_of_task_heads,
     warn_of_trained_before,
 )
@@ -82,7 +79,6 @@ from .modules_to_train import (
 from .stacks import Stack, stack_named, stacked_weights
 from .steps import forget_steps, note_name
 from .targets import (
-    ALL_LINEAR,
     Target,
     as_layers,
     as_targets,
@@ -91,7 +87,6 @@ from .targets import (
     find,
     first_names_of_targets,
     is_any,
-    matched_stacks,
 )
 from .text import module_label
 from .trained import forget_frozen, forget_weights, note_trained
@@ -230,13 +225,9 @@ def add_lora(
         warn_of_trained_before(trained_before)
         warn_of_no_parameters(without_parameters)
         warn_of_half_precision(model, trained)
-        if ALL_LINEAR in targets:
-            warn_of_guessed_head(model, exclude)
-            warn_of_foreign_linear(model, exclude, layers)
-        warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
+        warn_of_targets(model, targets, exclude, layers, names)
         if is_first and modules_to_train is None:
             warn_of_task_heads(model)
-        warn_of_numbers(model, targets, names)
         warn_of_no_initialization(model, adapted)
         warn_of_reads(model, names)
         if not is_first:

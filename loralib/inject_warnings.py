@@ -20,6 +20,7 @@ from .targets import (
     foreign_linear,
     guessed_head,
     is_any,
+    matched_stacks,
     matches,
     shortest_targets,
 )
@@ -66,7 +67,22 @@ def warn_of_half_precision(model: nn.Module, trained: Iterable[str]) -> None:
         )
 
 
-def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
+def warn_of_targets(
+    model: nn.Module,
+    targets: Collection[Target],
+    exclude: Iterable[Target],
+    layers: Iterable[int] | None,
+    names: Iterable[str],
+) -> None:
+    """Warns of targets that match more or fewer modules (`names`) than was probably meant."""
+    if ALL_LINEAR in targets:
+        _warn_of_guessed_head(model, exclude)
+        _warn_of_foreign_linear(model, exclude, layers)
+    _warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
+    _warn_of_numbers(model, targets, names)
+
+
+def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     """Warns which layer "all-linear" has taken for the head, if it is frozen and not excluded."""
     head = guessed_head(model)
     if head is None or is_any(head, exclude) or head in lora_layers(model):
@@ -85,7 +101,7 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     )
 
 
-def warn_of_foreign_linear(
+def _warn_of_foreign_linear(
     model: nn.Module, exclude: Iterable[Target], layers: Iterable[int] | None
 ) -> None:
     """Warns that "all-linear" leaves out layers of classes that only seem to be linear layers."""
@@ -108,7 +124,7 @@ def warn_of_foreign_linear(
         )
 
 
-def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
+def _warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
     """Warns that targets leave out stacks of matrices with more weights than all that is adapted.
 
     Recent versions of Hugging Face Transformers hold the experts of a layer as stacks. Earlier ones
@@ -135,6 +151,29 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
         in_short(left, at_most=2),
         in_short(targets),
     )
+
+
+def _warn_of_numbers(model: nn.Module, targets: Collection[Target], names: Iterable[str]) -> None:
+    """Warns that a number as a target, as for nn.Sequential, also matches other modules.
+
+    The names of these end in it by chance. Modules that another target matches too are intended, so
+    there is no warning about them.
+    """
+    linear = all_linear(model) if ALL_LINEAR in targets else []
+    for target in targets:
+        if not isinstance(target, str) or target not in names or not target.isdigit():
+            continue
+        rest = [each for each in targets if each not in (target, ALL_LINEAR)]
+        meant = {target, *linear}
+        others = [n for n in names if matches(n, target) and n not in meant and not is_any(n, rest)]
+        if others:
+            logger.warning(
+                "'%s' means every module whose name ends in it, here %s as well: re.compile('%s') "
+                "means that one alone",
+                target,
+                listed(others),
+                target,
+            )
 
 
 def warn_of_reads(model: nn.Module, names: Iterable[str], are_loaded: bool = False) -> None:
@@ -261,29 +300,6 @@ def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list
         return [name]
     inner = (f"{name}.{each}" for each, _ in module.named_children())
     return [part for each in inner for part in _frozen_parts(model, each, adapted)]
-
-
-def warn_of_numbers(model: nn.Module, targets: Collection[Target], names: Iterable[str]) -> None:
-    """Warns that a number as a target, as for nn.Sequential, also matches other modules.
-
-    The names of these end in it by chance. Modules that another target matches too are intended, so
-    there is no warning about them.
-    """
-    linear = all_linear(model) if ALL_LINEAR in targets else []
-    for target in targets:
-        if not isinstance(target, str) or target not in names or not target.isdigit():
-            continue
-        rest = [each for each in targets if each not in (target, ALL_LINEAR)]
-        meant = {target, *linear}
-        others = [n for n in names if matches(n, target) and n not in meant and not is_any(n, rest)]
-        if others:
-            logger.warning(
-                "'%s' means every module whose name ends in it, here %s as well: re.compile('%s') "
-                "means that one alone",
-                target,
-                listed(others),
-                target,
-            )
 
 
 def warn_of_no_initialization(model: nn.Module, names: Iterable[str]) -> None:
