@@ -96,7 +96,24 @@ def write(path: Path, adapter: Adapter, model: nn.Module | None) -> list[str]:
 
 def why_not_expressible(adapter: Adapter) -> str | None:
     """Returns why PEFT cannot hold an adapter, or None if it can."""
-    metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
+    modules = ranks_of(adapter.tensors, adapter.source)
+    reason = (
+        _why_not_updates(adapter, modules)
+        or _why_not_names(adapter, modules)
+        or _why_not_modules(adapter, modules)
+    )
+    if reason is None and adapter.lora.positions is False:
+        return (
+            "its LoRA does not reach positions, as in the release, but PEFT's always does where "
+            "they share a projection with contents: train it with lora_positions, or on a base "
+            "that shares none"
+        )
+    return reason
+
+
+def _why_not_updates(adapter: Adapter, modules: Collection[str]) -> str | None:
+    """Returns why PEFT cannot compute an adapter's updates, or None if it can."""
+    metadata = adapter.lora
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         attention = attention_of(module, modules)
         is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
@@ -112,6 +129,12 @@ def why_not_expressible(adapter: Adapter) -> str | None:
                 f"{module} and {attention} differ in rank or alpha, but PEFT adapts the two as one "
                 "module"
             )
+    return None
+
+
+def _why_not_names(adapter: Adapter, modules: Collection[str]) -> str | None:
+    """Returns why PEFT has no names for some of an adapter's tensors, or None if it has."""
+    metadata = adapter.lora
     owners = {layer.rpartition(".")[0] for layer in metadata.stacks or ()}
     if "" in owners:
         return (
@@ -132,6 +155,11 @@ def why_not_expressible(adapter: Adapter) -> str | None:
             return f"brings {name}, a parameter of the model itself, but PEFT saves only modules"
         if last.isdecimal():
             return f"brings {name}, whose module is an nn.ParameterList, which PEFT does not save"
+    return None
+
+
+def _why_not_modules(adapter: Adapter, modules: Collection[str]) -> str | None:
+    """Returns why PEFT would save too much: it saves modules as wholes. None if it would not."""
     for saved in _saved_modules(adapter):
         for module in modules:
             if module.startswith(f"{saved}."):
@@ -147,12 +175,6 @@ def why_not_expressible(adapter: Adapter) -> str | None:
                 f"brings {top_module(name)}, whose {name} is tied to the base's {kept}: PEFT would "
                 "save that weight as well"
             )
-    if metadata.positions is False:
-        return (
-            "its LoRA does not reach positions, as in the release, but PEFT's always does where "
-            "they share a projection with contents: train it with lora_positions, or on a base "
-            "that shares none"
-        )
     return None
 
 
