@@ -105,25 +105,12 @@ def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter
     for module, B in blocks.items():
         tensors[f"{module}.lora_B"] = B
         alphas[module] = as_int(variant_of(variant).scale(alphas[module], sum(slices[module])))
-    rank, ranks = usual(ranks_of(tensors, source))
-    alpha, others = usual(alphas)
-    metadata = lora_metadata(tensors, rank, alpha)
     metadata = replace(
-        metadata,
-        rank_pattern=ranks,
-        alpha_pattern=others,
+        _metadata_of(config, tensors, alphas, source),
         variant=variant,
         embeddings=embeddings,
         stacks=stacks,
         slices={m: slices[m] for m in blocks if slices[m] != enabled_slices(m)},
-        initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
-        # PEFT's update applies wherever a module is used, which includes positions.
-        positions=None if metadata.positions is None else True,
-        dropout=config.get("lora_dropout") or None,
-        base=config.get("base_model_name_or_path"),
-        base_revision=config.get("revision"),
-        head=_head_of(config, tensors),
-        separate=bool(config.get("modules_to_save")) and _may_share(tensors),
     )
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
@@ -161,6 +148,31 @@ def _weights_of(path: Path) -> Path:
     if not found:
         raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing next to it")
     return found[0]
+
+
+def _metadata_of(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    alphas: Mapping[str, float],
+    source: str,
+) -> LoraMetadata:
+    """Returns what the settings and our tensors show, given the modules' alphas."""
+    rank, ranks = usual(ranks_of(tensors, source))
+    alpha, others = usual(alphas)
+    metadata = lora_metadata(tensors, rank, alpha)
+    return replace(
+        metadata,
+        rank_pattern=ranks,
+        alpha_pattern=others,
+        initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
+        # PEFT's update applies wherever a module is used, which includes positions.
+        positions=None if metadata.positions is None else True,
+        dropout=config.get("lora_dropout") or None,
+        base=config.get("base_model_name_or_path"),
+        base_revision=config.get("revision"),
+        head=_head_of(config, tensors),
+        separate=bool(config.get("modules_to_save")) and _may_share(tensors),
+    )
 
 
 def _may_share(tensors: Collection[str]) -> bool:
