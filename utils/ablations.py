@@ -25,9 +25,9 @@ from loralib.io.pictures import import_figure
 from loralib.training import process
 from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, write_report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
-from reproduction.ablation_runs import AblationTrials, Experiment, Results, Trial
+from reproduction.ablation_runs import AblationTrials, Experiment, Results
 from reproduction.run_file import RunFile
-from reproduction.trials import Cell, run_cells
+from reproduction.trials import Cell, Trial, run_cells
 from transformers.utils.logging import set_verbosity_error
 
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)

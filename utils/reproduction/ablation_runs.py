@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.ablation_rows import Row
 from reproduction.run_file import RunFile
-from reproduction.trials import Trials
+from reproduction.trials import Trial, Trials
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -29,23 +28,6 @@ TASK = "sst2"
 COMMON = {"per_device_train_batch_size": 16, "warmup_ratio": 0.06, "weight_decay": 0.1}
 # Flags of rows that are for the Trainer; the others are for the model.
 OF_TRAINER = {"lora_plus_ratio"}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A run of a row.
-
-    Args:
-        method: the row, which says how the base is adapted.
-        learning_rate: the peak learning rate.
-        seed: the seed of new weights, the order of the data, and dropout.
-        tuning: whether the run is for choosing the learning rate, on the training set only.
-    """
-
-    method: Row
-    learning_rate: float
-    seed: int
-    tuning: bool
 
 
 @dataclass(frozen=True)
@@ -99,7 +81,7 @@ class Experiment:
         return [{"input_ids": row, "label": label} for row, label in ids]
 
     def run(self, trial: Trial) -> Results:
-        """Trains and measures a trial."""
+        """Trains and measures a trial, whose method is a `Row`."""
         training, measured = self.training, self.development
         if trial.tuning:
             cut = len(training) * 4 // 5

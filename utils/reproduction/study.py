@@ -52,7 +52,7 @@ from reproduction.study_rows import (
     WEIGHTS_TASK,
     Method,
 )
-from reproduction.study_runs import EncoderTrials, Experiment, Results, Trial
+from reproduction.study_runs import EncoderTrial, EncoderTrials, Experiment, Results
 from reproduction.trials import Cell, run_cells
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def encoder_cells() -> dict[tuple[str, str], Cell]:
     cells = {}
     for task, method in pairs:
         tuned = method.tuned_as or method
-        tuning = [Trial(task, tuned, rate, 0, tuning=True) for rate in tuned.rates]
+        tuning = [EncoderTrial(tuned, rate, 0, tuning=True, task=task) for rate in tuned.rates]
         cells[task, method.name] = Cell(method, tuning)
     return cells
 

@@ -28,7 +28,7 @@ from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import ROOT, read_json, trained_sizes
 from reproduction.study_data import TUNING_SHARE
 from reproduction.study_rows import Gpt2Method
-from reproduction.trials import Trials
+from reproduction.trials import Trial, Trials
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +56,10 @@ class Used(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gpt2Trial:
-    """A run of a method on E2E.
-
-    Args:
-        method: the method.
-        learning_rate: the peak learning rate.
-        seed: the seed of new weights, the order of the data, and dropout.
-        tuning: whether the run is for choosing the learning rate.
-    """
+class Gpt2Trial(Trial):
+    """A run of a method on E2E."""
 
     method: Gpt2Method
-    learning_rate: float
-    seed: int
-    tuning: bool
 
     @property
     def epochs(self) -> int:

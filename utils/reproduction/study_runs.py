@@ -17,7 +17,7 @@ from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import read_json
 from reproduction.study_data import TASKS, StudyTask
 from reproduction.study_rows import Method
-from reproduction.trials import Trials
+from reproduction.trials import Trial, Trials
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -44,22 +44,11 @@ HEAD = "classifier."
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A run of a method on a task.
+class EncoderTrial(Trial):
+    """A run of a method on a task, by its `StudyTask.name`."""
 
-    Args:
-        task: the task, a `StudyTask.name`.
-        method: the method.
-        learning_rate: the peak learning rate.
-        seed: the seed of new weights, the order of the data, and dropout.
-        tuning: whether the run is for choosing the learning rate, on the training set only.
-    """
-
-    task: str
     method: Method
-    learning_rate: float
-    seed: int
-    tuning: bool
+    task: str
 
     @property
     def epochs(self) -> int:
@@ -117,7 +106,7 @@ class Experiment:
         return fingerprint([*files, *(self.data_file(task.name) for task in TASKS)])
 
 
-def run_trial(experiment: Experiment, trial: Trial) -> Results:
+def run_trial(experiment: Experiment, trial: EncoderTrial) -> Results:
     """Trains and measures a trial; run it in a new process, because it reports peak memory."""
     logging.disable(logging.WARNING)  # about the new head, and texts that are cut
     set_verbosity_error()
@@ -188,7 +177,7 @@ def score(task: StudyTask, evaluated: EvalPrediction) -> float:
     return glue_compute_metrics(task.name, predictions, evaluated.label_ids)[task.metric]
 
 
-class EncoderTrials(Trials[Trial, Results]):
+class EncoderTrials(Trials[EncoderTrial, Results]):
     """The trials of an experiment, each in a process of its own, on one thread.
 
     Args:
@@ -202,7 +191,7 @@ class EncoderTrials(Trials[Trial, Results]):
         self.experiment = experiment
         self.fingerprint = experiment.fingerprint()
 
-    def describe(self, trial: Trial) -> dict[str, Any]:
+    def describe(self, trial: EncoderTrial) -> dict[str, Any]:
         """As in `Trials`."""
         return {
             "task": trial.task,
@@ -216,7 +205,7 @@ class EncoderTrials(Trials[Trial, Results]):
             "base_and_data": self.fingerprint,
         }
 
-    def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
+    def carry_out(self, trials: Sequence[EncoderTrial]) -> Iterator[tuple[EncoderTrial, Results]]:
         """As in `Trials`."""
         # Processes are forked from one that has imported everything and has run nothing.
         context = multiprocessing.get_context("forkserver")
@@ -230,7 +219,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)  # a model this small is not faster on several
 
 
-def _run(work: tuple[Experiment, Trial]) -> tuple[Trial, Results]:
+def _run(work: tuple[Experiment, EncoderTrial]) -> tuple[EncoderTrial, Results]:
     experiment, trial = work
     try:
         return trial, run_trial(experiment, trial)

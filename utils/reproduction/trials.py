@@ -9,12 +9,30 @@ from tqdm import tqdm
 
 from reproduction.run_file import RunFile
 
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a method.
+
+    Args:
+        method: the method.
+        learning_rate: the peak learning rate.
+        seed: the seed of new weights, the order of the data, and dropout.
+        tuning: whether the run is for choosing the learning rate, on the training set only.
+    """
+
+    method: Any
+    learning_rate: float
+    seed: int
+    tuning: bool
+
+
 Key = TypeVar("Key", bound=Hashable)
-Trial = TypeVar("Trial", bound=Any)
+OfTrial = TypeVar("OfTrial", bound=Trial)
 Results = TypeVar("Results", bound=Any)
 
 
-class Trials(ABC, Generic[Trial, Results]):
+class Trials(ABC, Generic[OfTrial, Results]):
     """The trials of an experiment.
 
     Args:
@@ -26,18 +44,18 @@ class Trials(ABC, Generic[Trial, Results]):
         self.runs, self.jobs = runs, jobs
 
     @abstractmethod
-    def describe(self, trial: Trial) -> dict[str, Any]:
+    def describe(self, trial: OfTrial) -> dict[str, Any]:
         """Returns all that determines a trial's results, which identifies it in the run file."""
 
     @abstractmethod
-    def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
+    def carry_out(self, trials: Sequence[OfTrial]) -> Iterator[tuple[OfTrial, Results]]:
         """Runs trials in parallel; yields each with its results when it is finished."""
 
-    def is_finished(self, trial: Trial) -> bool:
+    def is_finished(self, trial: OfTrial) -> bool:
         """Returns whether there are results of a trial."""
         return self.describe(trial) in self.runs
 
-    def result(self, trial: Trial) -> Results:
+    def result(self, trial: OfTrial) -> Results:
         """Returns a finished trial's results.
 
         Raises:
@@ -45,9 +63,9 @@ class Trials(ABC, Generic[Trial, Results]):
         """
         return self.runs[self.describe(trial)]
 
-    def run(self, trials: Sequence[Trial], title: str) -> None:
+    def run(self, trials: Sequence[OfTrial], title: str) -> None:
         """Runs the trials that are not finished; saves each result as soon as it is there."""
-        missing: list[Trial] = []
+        missing: list[OfTrial] = []
         for trial in trials:  # cells that are tuned as another one share its trials
             if trial not in missing and not self.is_finished(trial):
                 missing.append(trial)
@@ -64,26 +82,26 @@ class Cell:
     """A method on a task, which is a cell of a study's table.
 
     Args:
-        method: the method, the attribute `method` of its trials.
+        method: the method.
         tuning: a trial for each learning rate to choose from, of this method or of the one whose
             rate it uses. A single one is not run, as there is nothing to choose.
     """
 
     method: Any
-    tuning: Sequence[Any]
+    tuning: Sequence[Trial]
 
     @property
-    def tried(self) -> Sequence[Any]:
+    def tried(self) -> Sequence[Trial]:
         """The trials that are needed to choose a learning rate."""
         return self.tuning if len(self.tuning) > 1 else ()
 
-    def best(self, trials: Trials) -> Any:
+    def best(self, trials: Trials) -> Trial:
         """Returns the trial with the lowest loss; those in `tried` have to be finished."""
         if not self.tried:
             return self.tuning[0]
         return min(self.tuning, key=lambda trial: trials.result(trial).loss)
 
-    def final(self, trials: Trials, seeds: Sequence[int]) -> list[Any]:
+    def final(self, trials: Trials, seeds: Sequence[int]) -> list[Trial]:
         """Returns the trials that are measured, one per seed, with the chosen learning rate."""
         best = self.best(trials)
         return [replace(best, method=self.method, seed=seed, tuning=False) for seed in seeds]
@@ -96,7 +114,7 @@ class Cell:
 
 def run_cells(
     trials: Trials, cells: Mapping[Key, Cell], wanted: Sequence[Key], seeds: Sequence[int]
-) -> dict[Key, list[Any]]:
+) -> dict[Key, list[Trial]]:
     """Chooses learning rates and trains, as far as that has not been done yet.
 
     Args:

@@ -14,8 +14,9 @@ from loralib.training import process
 from reproduction import ablation_report, ablation_rows
 from reproduction.ablation_report import Outcome, Settings, draw, report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Question, lora
-from reproduction.ablation_runs import Experiment, Results, Trial
+from reproduction.ablation_runs import Experiment, Results
 from reproduction.run_file import RunFile
+from reproduction.trials import Trial
 
 RATES = (1e-3, 3e-2)
 QUERY = lora("query", 1)

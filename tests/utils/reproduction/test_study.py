@@ -18,7 +18,7 @@ from reproduction.run_file import RunFile
 from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole_sentences
 from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
 from reproduction.study_report import Outcome
-from reproduction.study_runs import Results, Trial
+from reproduction.study_runs import EncoderTrial, Results
 from reproduction.trials import Cell, Trials, run_cells
 
 WORDS = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "he", "said"]
@@ -254,7 +254,9 @@ class Known(Trials):
 
 def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
     trials = Known(tmp_path)
-    tuning = [Trial("rte", study_rows.FULL, rate, 0, tuning=True) for rate in (3.0, 0.3)]
+    tuning = [
+        EncoderTrial(study_rows.FULL, rate, 0, tuning=True, task="rte") for rate in (3.0, 0.3)
+    ]
     final = run_cells(trials, {"a": Cell(study_rows.FULL, tuning)}, ["a"], seeds=[0, 1])
     assert [(t.learning_rate, t.seed, t.tuning) for t in final["a"]] == [
         (0.3, 0, False),
