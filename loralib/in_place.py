@@ -4,7 +4,6 @@ A converted module has another class, and has got the attributes of that class. 
 object: it keeps its tensors, hooks and names, and references to it stay valid.
 """
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -202,13 +201,6 @@ def replaced(model: nn.Module) -> list[str]:
         if len(lost) > len(moved):
             found += [joined(owner, name) for name in lost]
     return found
-
-
-def merged_copy(layer: nn.Module) -> nn.Module:
-    """Returns a plain copy of a converted layer, with the update merged into its weight."""
-    copied = copy.deepcopy(layer)
-    merge_in_place(copied)
-    return copied
 
 
 # ---- PyTorch's own encoder ----

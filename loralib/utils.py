@@ -1,5 +1,6 @@
 """Chooses what is trained and what is saved, and merges updates into their weights for good."""
 
+import copy
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .adapted_layers import owner_of_weight
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .functional import variant_of
-from .in_place import disable_fast_paths, is_in_place, merge_in_place, merged_copy, was_converted
+from .in_place import disable_fast_paths, is_in_place, merge_in_place, was_converted
 from .initialization import initializes, start_is_deferred
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
@@ -283,20 +284,13 @@ def merge(module: nn.Module) -> nn.Module:
             are not there (offloaded, or on the meta device), or are quantized.
     """
     check_model(module)
-    if not contains(module, LoRALayer):
-        raise ValueError(
-            "the model has no LoRA to merge: load its adapter first, unless it is merged already"
-        )
-    check_whole(module, "LoRA is merged")
-    for name, layer in lora_layers(module).items():
-        if isinstance(layer, QuantizedLayer):
-            raise ValueError(not_merged(name))
-    check_there(weights_with_updates(module), "merging")
-    for part in module.modules():
-        if isinstance(part, LoRALayer) and not is_in_place(part):
-            part.check_merged_layer()
+    _check_mergeable(module)
     if isinstance(module, LoRALayer):
-        return merged_copy(module) if was_converted(module) else module.merged_layer()
+        if not was_converted(module):
+            return module.merged_layer()
+        plain = copy.deepcopy(module)
+        merge_in_place(plain)
+        return plain
     finite = [
         owner_of_weight(name, layer)
         for name, layer in lora_layers(module).items()
@@ -319,6 +313,22 @@ def merge(module: nn.Module) -> nn.Module:
     _warn_of_overflow(module, finite, {id(parameter) for parameter in earlier})
     warn_of_untied(module, tied)
     return module
+
+
+def _check_mergeable(module: nn.Module) -> None:
+    """Checks that a module has LoRA, and that all of it can be merged; see `merge` for errors."""
+    if not contains(module, LoRALayer):
+        raise ValueError(
+            "the model has no LoRA to merge: load its adapter first, unless it is merged already"
+        )
+    check_whole(module, "LoRA is merged")
+    for name, layer in lora_layers(module).items():
+        if isinstance(layer, QuantizedLayer):
+            raise ValueError(not_merged(name))
+    check_there(weights_with_updates(module), "merging")
+    for part in module.modules():
+        if isinstance(part, LoRALayer) and not is_in_place(part):
+            part.check_merged_layer()
 
 
 def _is_finite_float16(layer: LoRALayer) -> bool:

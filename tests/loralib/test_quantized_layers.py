@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import loralib as lora
 from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError, UnsupportedLayerError
-from loralib.in_place import merged_copy
+from loralib.in_place import merge_in_place
 from loralib.quantized_layers import QuantizedLayer
 
 R, ALPHA = 2, 6
@@ -314,7 +314,7 @@ def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, c
     with pytest.raises(ValueError, match=message.format("the layer")):
         lora.merge(layer_of(model))
     layer = layer_of(model)
-    for merge in (layer.merged_layer, layer._merge, lambda: merged_copy(layer)):
+    for merge in (layer.merged_layer, layer._merge, lambda: merge_in_place(layer)):
         with pytest.raises(ValueError, match=message.format("the layer")):
             merge()
     with pytest.raises(CheckpointError, match=message.format("layers.0.down")):
