@@ -593,7 +593,7 @@ class ConvLoRA(LoRALayer, nn.Module):
         weight, delta = self.conv.weight.to(dtype), self._delta(dtype)
         dropped = self.lora_dropout(x)
         if dropped is x:
-            kernel = delta.merged(weight.reshape(len(self.lora_B), -1))
+            kernel = delta.merged(self._as_matrix(weight))
             return self.conv._conv_forward(x, kernel.view(weight.shape), bias)
         out = self.conv._conv_forward(x, weight, bias)
         kernel = delta.product().view(weight.shape)

@@ -190,7 +190,6 @@ class LoRALayer:
             shape_B: B's shape.
             dtype: the parameters' dtype; by default the weight's.
         """
-        weight = self.frozen_weight
         self.lora_A = nn.Parameter(self._zeros(shape_A, dtype))
         self.lora_B = nn.Parameter(self._zeros(shape_B, dtype))
         self.lora_A.requires_grad = not self.freeze_A
@@ -199,7 +198,7 @@ class LoRALayer:
         if starts_from_weight(self.initialization):
             for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
                 self.register_buffer(name, self._zeros(shape, dtype))
-        weight.requires_grad = False
+        self.frozen_weight.requires_grad = False
         mark_layer(self)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:

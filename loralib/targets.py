@@ -545,7 +545,7 @@ def _nothing_matches(
         likely: ends of names to suggest besides similar ones, see `_largest_first`.
         only: words about what it matches instead, if anything.
     """
-    text, ends = text_of(target), sorted(_ends(names))
+    text, ends = text_of(target), sorted({end for end in map(_last, names) if not end.isdigit()})
     offered: dict[str, None] = {}
     near = difflib.get_close_matches(_last(text), ends, n=6, cutoff=0.5)
     for end in near:
@@ -580,12 +580,6 @@ def _last(name: str) -> str:
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _ends(names: Iterable[str]) -> dict[str, None]:
-    """Returns the last parts of modules' names, each once and in their order, without numbers."""
-    ends = map(_last, names)
-    return dict.fromkeys(end for end in ends if not end.isdigit())
 
 
 def _way_out(target: Target, names: Iterable[str], linear: Collection[str] = ()) -> str:

@@ -143,9 +143,10 @@ def _adapter_of(
     check_gathered(tensors_of(model, besides), "it is saved")
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
-    saved = updates | besides
-    _check_tensors(model, {n: state[n] for n in state if n in saved})
-    tensors = {n: t.detach() for n, t in state.items() if n in saved}
+    held = updates | besides
+    saved = {name: value for name, value in state.items() if name in held}
+    _check_tensors(model, saved)
+    tensors = {name: tensor.detach() for name, tensor in saved.items()}
     _check_frozen(model, tensors)
     metadata = LoraMetadata(
         **lora_settings(model),
