@@ -45,6 +45,7 @@ from loralib.adapters.adapter import LORA, Adapter, in_words
 from loralib.adapters.families import family_of
 from loralib.adapters.formats import (
     FORMATS,
+    SUFFIXES,
     check_suffix,
     format_of_name,
     read_adapter,
@@ -81,7 +82,6 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
 _FOLDERS = ("peft", "merged")
 # The parts of an adapter's description that still hold after merging.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
-_FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 # The names of an adapter's files in a folder, in any format.
 _ADAPTER_FILES = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
 
@@ -127,9 +127,11 @@ def check_target(path: Path, format: str, source: str) -> None:
         CheckpointError: OUT exists, is not a name of this format's files or folders, or is a folder
             with another adapter than IN, `source`.
     """
-    if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
-        raise CheckpointError(f"{path}: the format {format} is a folder; give the name of a folder")
     if format in _FOLDERS:
+        if path.suffix in SUFFIXES:
+            raise CheckpointError(
+                f"{path}: the format {format} is a folder; give the name of a folder"
+            )
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
         check_suffix(path, format)

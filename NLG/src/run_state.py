@@ -226,16 +226,21 @@ def write_run(
         CheckpointError: a weight is not finite; the previous state stays.
     """
     own = rng_state(dist_env.device)
-    generators = {"rng_state": gather_on_first(own, dist_env.rank, dist_env.world_size)}
+    generators = gather_on_first(own, dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
         path = Path(work_dir, RESUME_NAME)
         trained = _kept(model)
         check_finite(path, trained)
-        states = {name: part.state_dict() for name, part in parts.items()}
-        state = {"run": dict(identity), "finished": False, "trained": trained}
-        state |= progress._asdict()
-        state["threads"] = torch.get_num_threads()
-        write_torch(path, {**state, **states, **generators})
+        state = {
+            "run": dict(identity),
+            "finished": False,
+            "trained": trained,
+            **progress._asdict(),
+            "threads": torch.get_num_threads(),
+            **{name: part.state_dict() for name, part in parts.items()},
+            "rng_state": generators,
+        }
+        write_torch(path, state)
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:

@@ -177,8 +177,9 @@ def shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
 
     None if they have no token embedding, or lack a block.
     """
-    blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    embedding = tensors.get("transformer.wte.weight")
+    within = (name.removeprefix(GPT2.layers) for name in tensors if name.startswith(GPT2.layers))
+    blocks = {name.partition(".")[0] for name in within}
+    embedding = tensors.get(f"{GPT2.backbone}wte.weight")
     if embedding is None or embedding.dim() != 2 or blocks != {*map(str, range(len(blocks)))}:
         return None
     return embedding.shape[1], len(blocks)
