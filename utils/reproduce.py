@@ -38,7 +38,7 @@ from loralib.io.hub import UNFETCHED, why_out_of_reach
 from loralib.training import process
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
-from reproduction.plan import SMALL_SEEDS, check_settings, choose, plan_runs, read_rows
+from reproduction.plan import SMALL_SEEDS, Row, check_settings, choose, plan_runs, read_rows
 from reproduction.programs import execute, show_estimate
 from reproduction.runs import Run, Tree, problem_of
 
@@ -168,6 +168,40 @@ def estimate_all(runs: Sequence[tuple[Tree, Run]], flags: Sequence[str]) -> None
         raise TrainingError(f"no estimate of {', '.join(failed)}: see above")
 
 
+def reproduce(
+    out: Path, rows: list[Row], runs: list[tuple[Tree, Run]], flags: list[str], small: bool
+) -> None:
+    """Executes the runs that are not finished, and writes the report of all rows.
+
+    Raises:
+        TrainingError: not all runs are finished.
+    """
+    from reproduction.report import RESULTS_NAME, write_report
+
+    variables = {name: os.environ[name] for name in DECISIVE if os.environ.get(name)}
+    settings = {"small": small, "flags": flags, "environment": variables}
+    check_settings(out, settings)
+    report_now = functools.partial(write_report, out, rows, [run for _, run in runs], settings)
+    if small:
+        # A recipe without small data is not a failure. The table mentions it, too.
+        for obstacle, recipes in left_out(runs).items():
+            logger.info("left out of the trial: %s (%s)", ", ".join(recipes), obstacle)
+        runs = [(tree, run) for tree, run in runs if not tree.obstacle(run)]
+    try:
+        for tree in dict.fromkeys(tree for tree, _ in runs):
+            if tree.small and not tree.small.is_dir():
+                logger.info("making %s", tree.small)
+                tree.make_small()
+        execute_all(runs, flags, report_now)
+    finally:
+        print(report_now())
+    missing = [run for tree, run in runs if tree.figures(run) is None]
+    if missing:
+        raise TrainingError(
+            f"{len(missing)} of {len(runs)} runs are not finished: see {out / RESULTS_NAME}"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Executes the runs that are asked for and not finished, and writes the report.
 
@@ -190,33 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = plan_runs(choose(args.names, rows), rows, args.seeds, out)
     if args.estimate:
         estimate_all(runs, flags)
-        return
-    from reproduction.report import RESULTS_NAME, write_report
-
-    variables = {name: os.environ[name] for name in DECISIVE if os.environ.get(name)}
-    settings = {"small": args.small, "flags": flags, "environment": variables}
-    check_settings(out, settings)
-    report_now = functools.partial(
-        write_report, out, list(rows.values()), [run for _, run in runs], settings
-    )
-    if args.small:
-        # A recipe without small data is not a failure. The table mentions it, too.
-        for obstacle, recipes in left_out(runs).items():
-            logger.info("left out of the trial: %s (%s)", ", ".join(recipes), obstacle)
-        runs = [(tree, run) for tree, run in runs if not tree.obstacle(run)]
-    try:
-        for tree in dict.fromkeys(tree for tree, _ in runs):
-            if tree.small and not tree.small.is_dir():
-                logger.info("making %s", tree.small)
-                tree.make_small()
-        execute_all(runs, flags, report_now)
-    finally:
-        print(report_now())
-    missing = [run for tree, run in runs if tree.figures(run) is None]
-    if missing:
-        raise TrainingError(
-            f"{len(missing)} of {len(runs)} runs are not finished: see {out / RESULTS_NAME}"
-        )
+    else:
+        reproduce(out, list(rows.values()), runs, flags, args.small)
 
 
 def start() -> None:
