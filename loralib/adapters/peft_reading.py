@@ -213,9 +213,6 @@ def _with_stacks(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Gives the tensors of stacks of matrices our names and shapes, and returns the stacks, too.
 
-    PEFT wraps a module once for each of its adapted parameters. The first one's wrapper is the
-    innermost.
-
     Returns:
         All tensors, and the names of the stacks' updates.
 
@@ -223,7 +220,33 @@ def _with_stacks(
         CheckpointError: it is unknown which stack an update belongs to, an update is missing, or
             one does not have the rank that the settings say.
     """
-    ours, named = dict(tensors), dict[str, str]()
+    ours, named = dict(tensors), _named_stacks(tensors, config, order, source)
+    for module, name in named.items():
+        A, B = (ours.pop(f"{module}.lora_{half}", None) for half in "AB")
+        if A is None or B is None:
+            raise CheckpointError(f"{source}: lacks one half of the update of {name}")
+        rank = _by_pattern(config, "r", name, ())
+        if len(A) != B.shape[1] or len(A) % rank:
+            raise CheckpointError(
+                f"{source}: lora_A and lora_B of {name} have {len(A)} and {B.shape[1]} ranks in "
+                f"total, which are not the same multiple of the rank {rank} in {CONFIG_NAME}"
+            )
+        layer = layer_of_stack(name)
+        ours[f"{layer}.lora_A"], ours[f"{layer}.lora_B"] = A, stacked_B_of(B, rank)
+    stacks = dict.fromkeys(name for name in order if name in named.values())
+    stacks |= dict.fromkeys(named.values())  # also those that the model lacks: loading reports them
+    return ours, tuple(map(layer_of_stack, stacks))
+
+
+def _named_stacks(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], order: Sequence[str], source: str
+) -> dict[str, str]:
+    """Returns the names of the stacks that updates belong to, by PEFT's names for the updates.
+
+    PEFT wraps a module once for each of its adapted parameters. The first one's wrapper is the
+    innermost.
+    """
+    named = dict[str, str]()
     for owner, modules in _around_stacks(tensors, config).items():
         meant = _stacks_of(owner, config)
         in_order = [name for name in order if name in meant]
@@ -247,21 +270,7 @@ def _with_stacks(
                 f"names {listed(names)}"
             )
         named |= dict(zip(modules, names, strict=True))
-    for module, name in named.items():
-        A, B = (ours.pop(f"{module}.lora_{half}", None) for half in "AB")
-        if A is None or B is None:
-            raise CheckpointError(f"{source}: lacks one half of the update of {name}")
-        rank = _by_pattern(config, "r", name, ())
-        if len(A) != B.shape[1] or len(A) % rank:
-            raise CheckpointError(
-                f"{source}: lora_A and lora_B of {name} have {len(A)} and {B.shape[1]} ranks in "
-                f"total, which are not the same multiple of the rank {rank} in {CONFIG_NAME}"
-            )
-        layer = layer_of_stack(name)
-        ours[f"{layer}.lora_A"], ours[f"{layer}.lora_B"] = A, stacked_B_of(B, rank)
-    stacks = dict.fromkeys(name for name in order if name in named.values())
-    stacks |= dict.fromkeys(named.values())  # also those that the model lacks: loading reports them
-    return ours, tuple(map(layer_of_stack, stacks))
+    return named
 
 
 def _around_stacks(

@@ -359,9 +359,7 @@ def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
         {name: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m, name in named.items()}
     )
     saved = _saved_modules(adapter)
-    task = TASK_OF_HEAD.get(adapter.head or "") or (family.peft_task if family else None)
-    task = None if family and task in TASKS_WITH_HEAD and not saved else task
-    task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
+    task = _task_of(adapter, saved)
     has_attention = len(named) < len(parts)
     told = {name: values for values, name in VARIANT_OF_FLAGS.items()}
     flags = zip(("use_rslora", "use_dora"), told[metadata.variant or "lora"], strict=True)
@@ -389,6 +387,15 @@ def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
         **{flag: is_on for flag, is_on in flags if is_on or metadata.bias != "none"},
         **({"peft_version": _VERSION} if has_attention else {}),
     }
+
+
+def _task_of(adapter: Adapter, saved: Collection[str]) -> str | None:
+    """Returns PEFT's task type for an adapter that brings these modules; None if it has none."""
+    family = family_of(adapter.tensors)
+    task = TASK_OF_HEAD.get(adapter.head or "") or (family.peft_task if family else None)
+    if family and task in TASKS_WITH_HEAD and not saved:
+        return None
+    return task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
 
 
 def _saved_modules(adapter: Adapter) -> set[str]:
