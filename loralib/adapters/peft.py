@@ -161,13 +161,8 @@ def stacked_B_for(B: Tensor, experts: int) -> Tensor:
     return B.unflatten(0, (experts, -1)).permute(1, 2, 0).flatten(1)
 
 
-def magnitude_of(tensor: Tensor) -> Tensor:
-    """Converts PEFT's magnitudes to ours, which are (out,)."""
-    return tensor.flatten()
-
-
 def magnitude_for(magnitude: Tensor, A: Tensor) -> Tensor:
-    """Converts our magnitudes to PEFT's, which are (1, out, 1, …) if A is a convolution's."""
+    """Converts our magnitudes, (out,), to PEFT's: (1, out, 1, …) if A is a convolution's."""
     return magnitude.view(1, -1, *[1] * (A.dim() - 2)) if A.dim() > 2 else magnitude
 
 

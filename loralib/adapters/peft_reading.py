@@ -36,7 +36,6 @@ from .peft import (
     attention_of,
     end_of_name,
     is_targeted_parameter,
-    magnitude_of,
     stacked_B_of,
 )
 
@@ -78,7 +77,8 @@ def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter
             not LoRA as in the paper. Or this project wrote the folder, and the config now has
             another rank, alpha, variant or head than it had then.
     """
-    config, weights = _read_config_of(path), _weights_of(path)
+    # The config tells whether the weights are LoRA's, and PEFT's at all.
+    config, weights = _read_config(path), _weights_of(path)
     held, fields = read_checked(weights, kind)
     source = str(weights)
     held = renamed(held, uncompiled, source)
@@ -124,18 +124,6 @@ def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter
         base_weights=_base_weights(held),
         peft_config=written,
     )
-
-
-def _read_config_of(path: Path) -> dict[str, Any]:
-    """Reads the config in the folder of `path`, which is the config or the weights.
-
-    It is read before the weights, as it tells whether they are LoRA's, and PEFT's at all: other
-    libraries have files of its name.
-    """
-    config = path.with_name(CONFIG_NAME)
-    if not config.is_file():
-        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
-    return _read_config(config)
 
 
 def _weights_of(path: Path) -> Path:
@@ -203,7 +191,8 @@ def _as_ours(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Returns the tensors with our names and shapes, and the names of the adapted embeddings."""
     ours = renamed(tensors, partial(re.sub, r"\.lora_embedding_([AB])$", r".lora_\1"), source)
-    ours |= {name: magnitude_of(t) for name, t in ours.items() if name.endswith(MAGNITUDE)}
+    # A convolution's magnitudes have more dimensions in PEFT, see `magnitude_for`.
+    ours |= {name: t.flatten() for name, t in ours.items() if name.endswith(MAGNITUDE)}
     embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
     return ours, tuple(sorted(embeddings))
 
@@ -377,6 +366,10 @@ _OF_RANKS = ("rank", "alpha", "rank_pattern", "alpha_pattern")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Reads the config in the folder of `path`, which is the config or the weights."""
+    given, path = path, path.with_name(CONFIG_NAME)
+    if not path.is_file():
+        raise CheckpointError(f"{given}: PEFT's {CONFIG_NAME} is missing next to it")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
