@@ -393,9 +393,5 @@ def _may_call(chain: Chain, part: Chain, kinds: list[type]) -> bool:
 
 def _begins_with(chain: Chain, path: Chain) -> bool:
     """Returns whether a chain begins with the names of this path, of which ANY may be each."""
-    begin = chain[: len(path)]
-    return len(begin) == len(path) and all(map(_is_name, begin, path))
-
-
-def _is_name(used: str, name: str) -> bool:
-    return used in (name, ANY)
+    pairs = zip(chain, path, strict=False)
+    return len(chain) >= len(path) and all(used in (name, ANY) for used, name in pairs)

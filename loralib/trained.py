@@ -116,10 +116,7 @@ def changed_buffers(model: nn.Module) -> list[str]:
     another shape, such as tables that grow with the longest input.
     """
     return [
-        joined(owner, name)
-        for owner, module in model.named_modules()
-        for name, has_changed in _compared(module).items()
-        if has_changed
+        joined(owner, name) for owner, module in model.named_modules() for name in _changed(module)
     ]
 
 
@@ -132,19 +129,12 @@ def is_unchanged(module: nn.Module, name: str) -> bool:
     return name in before and before == _digests(module)
 
 
-def _compared(module: nn.Module) -> dict[str, bool]:
-    """Returns whether a module's own buffers have changed since the model was frozen for LoRA.
-
-    Those of which that is not known are left out.
-    """
-    before = vars(module).get(_BUFFERS)
-    if not before:
-        return {}
-    return {
-        name: now != before[name]
-        for name, now in _digests(module).items()
-        if name in before and before[name][:-1] == now[:-1]
-    }
+def _changed(module: nn.Module) -> list[str]:
+    """Returns which of a module's own buffers hold something else than when it was frozen."""
+    before = vars(module).get(_BUFFERS, {})
+    now = _digests(module) if before else {}
+    alike = (name for name in now if name in before and before[name][:-1] == now[name][:-1])
+    return [name for name in alike if before[name] != now[name]]
 
 
 def _digests(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
