@@ -69,16 +69,7 @@ _MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 # Suffixes of files, ours, other programs' or mistyped. A folder or a repository has none of them.
 _FILE_SUFFIXES = (
     *SUFFIXES,
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".json",
-    ".npz",
-    ".onnx",
-    ".pickle",
-    ".pkl",
-    ".pth",
-    ".safetensor",
+    *(".ckpt", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pickle", ".pkl", ".pth", ".safetensor"),
 )
 
 

@@ -73,27 +73,10 @@ _SCHEDULE_KEYS = ("base_lrs", "last_epoch", "_last_lr")
 
 # Settings that a resumed run must keep. Its length and hardware may change.
 _FIXED_FLAGS = (
-    "seed",
-    "tf32",
-    "use_deterministic_algorithms",
-    "learning_rate",
-    "lora_plus_ratio",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "adafactor",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "warmup_ratio",
-    "label_smoothing_factor",
-    "group_by_length",
-    "dataloader_drop_last",
-    "fp16",
-    "bf16",
-    "torch_compile",
-    "cuda_graphs",
+    *("seed", "tf32", "use_deterministic_algorithms", "learning_rate", "lora_plus_ratio"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "adafactor", "max_grad_norm"),
+    *("lr_scheduler_type", "warmup_steps", "warmup_ratio", "label_smoothing_factor"),
+    *("group_by_length", "dataloader_drop_last", "fp16", "bf16", "torch_compile", "cuda_graphs"),
 )
 # Likewise, settings of the model. LoRA's targets are missing here: the same targets can be written
 # in several ways, and different ones are noticed when the weights are loaded.
