@@ -71,19 +71,16 @@ class TrainerRecords:
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
             rows = [*self._about_model(), *self._about_data(examples, max_steps)]
-            if args.cuda_graphs and self._has_own_step():  # else a warning follows
+            is_own = self._has_own_step()
+            if args.cuda_graphs and is_own:  # else a warning follows
                 rows.append(IN_USE)
             if checkpoint:
                 left = "" if self.state.global_step < max_steps else ": nothing is left to train"
                 step = f"step {self.state.global_step:,}{left}"
                 rows.append(("resuming from", f"{checkpoint}, {step}"))
-            elif not args.cuda_graphs and self._could_use_graphs():
+            elif not args.cuda_graphs and is_own and why_no_graphs(self.model, args) is None:
                 rows.append(HINT)
             logger.info("training\n%s", table(rows, indent="  "))
-
-    def _could_use_graphs(self) -> bool:
-        """Returns whether --cuda_graphs would make the run faster."""
-        return self._has_own_step() and why_no_graphs(self.model, self.args) is None
 
     def _about_model(self) -> list[tuple[str, str]]:
         model, args = self.model, self.args

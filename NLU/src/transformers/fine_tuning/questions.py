@@ -110,17 +110,14 @@ def _row(paragraph: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
     The answers are None if the file gives none and does not mark the question as impossible.
     """
     answers = question.get("answers", [] if question.get("is_impossible") else None)
+    if answers is not None:  # in SQuAD's nested format, a list of dicts
+        answers = {name: [each[name] for each in answers] for name in ("text", "answer_start")}
     return {
         "id": question["id"],
         "question": question["question"],
         "context": paragraph["context"],
-        ANSWERS: None if answers is None else _in_columns(answers),
+        ANSWERS: answers,
     }
-
-
-def _in_columns(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the answers of SQuAD's nested format, a list of dicts, as a dict of lists."""
-    return {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}
 
 
 def check_questions(tables: Mapping[str, Table], may_have_none: bool) -> dict[str, list[Question]]:

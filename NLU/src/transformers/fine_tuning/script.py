@@ -156,10 +156,17 @@ def open_run(
             raise ValueError(reason)
     if not args.do_train:  # training logs it in its own summary
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
+    return checkpoint, _checked_adapters(model_args, args, head)
+
+
+def _checked_adapters(
+    model_args: AdaptedModelArguments, args: TrainingArguments, head: str
+) -> list[Adapter]:
+    """Reads the adapters that the flags name, and checks that they fit the head and the flags."""
     adapters = read_adapters(model_args, base_family(model_args))
     check_heads(adapters, head)
     check_arguments(model_args, args, adapters)
-    return checkpoint, adapters
+    return adapters
 
 
 def needed_splits(args: TrainingArguments) -> list[str]:
@@ -227,10 +234,7 @@ def begin_estimate(
     if model_args.config_name is None:
         model_args.config_name = published_settings(model_args.model_name_or_path)
     leave_out_missing(model_args)
-    adapters = read_adapters(model_args, base_family(model_args))
-    check_heads(adapters, head)
-    check_arguments(model_args, args, adapters)
-    return adapters
+    return _checked_adapters(model_args, args, head)
 
 
 def estimate_task(
