@@ -50,7 +50,7 @@ from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AdapterAsModelError, AlphaError, FullModelError, ModelAsAdapterError
 from loralib.io.atomic import atomic_write, check_apart, check_writable
-from loralib.io.command_line import summary
+from loralib.io.command_line import check_bounds, summary
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.text import counted, in_short, quoted
@@ -125,13 +125,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--log_level", choices=LOG_LEVELS, help="lowest level of messages to show (default: info)")
     args = parser.parse_intermixed_args(argv)
-    for name in ("batch_size", "max_seq_length"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, not {value}")
-    if args.lora_alpha is not None and not args.lora_alpha > 0:
-        parser.error(f"--lora_alpha must be above 0, not {args.lora_alpha:g}")
     try:
+        check_bounds("--batch_size", args.batch_size, least=1)
+        check_bounds("--max_seq_length", args.max_seq_length, least=1)
+        check_bounds("--lora_alpha", args.lora_alpha, above=0)
         args.adapters = sources_by_name(args.adapters)
     except ValueError as error:
         parser.error(str(error))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from conversion.dtypes import name_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.fingerprint import fingerprint, has_float16
+from loralib.adapters.formats import SUFFIXES
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors, write_tensors
 from transformers.configuration_utils import PretrainedConfig, write_settings
@@ -73,7 +74,7 @@ def is_whole_gpt2(source: str) -> bool:
         CheckpointError: it cannot be read.
     """
     path = Path(source)
-    if not path.is_file() or path.suffix not in (".bin", ".pt", ".safetensors"):
+    if not path.is_file() or path.suffix not in SUFFIXES:
         return False
     tensors, _ = read_tensors(path)
     has_lora = any("lora_" in name for name in tensors)
