@@ -9,9 +9,15 @@ from typing import Any
 from weakref import finalize
 
 from json_lines import write_json_lines
+from loralib.io.atomic import naming_file
 from loralib.text import counted
 from loralib.training.curves import HOW_TO_GET_IT, Place, is_matplotlib_available, write_curves
-from loralib.training.reports import check_installed, check_none_is_alone, is_installed
+from loralib.training.reports import (
+    TENSORBOARD_FILE,
+    check_installed,
+    check_none_is_alone,
+    is_installed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +86,11 @@ class MetricsLog:
         """Adds a line with the metrics of a step."""
         if not self.is_main:
             return
-        with open(self.path, "a", encoding="utf-8") as file:
+        with naming_file(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if self._has_tensorboard:
-            self._show(step, figures)
+            with naming_file(self.path.with_name("runs") / TENSORBOARD_FILE):
+                self._show(step, figures)
 
     def draw(self) -> Path | None:
         """Writes ``learning_curves.png`` of the whole run, if that is asked for.

@@ -220,19 +220,51 @@ def errors_of(path: Path, temporary: Path) -> Iterator[None]:
         # Only an error of a file within a temporary folder is changed.
         if temporary not in error.path.parents:
             raise
+        written = _size(temporary)  # which is free again once they are removed
         _remove_any(temporary)
-        raise DiskFullError(path, error.needed, error.is_quota) from error
+        needed = error.needed
+        if needed is not None and written:
+            needed = f"more than {written + int(re.sub('[^0-9]', '', needed) or 0):,}"
+        raise DiskFullError(path, needed, error.is_quota) from error
     except OSError as error:
         of_others = error.filename not in (None, str(temporary))
         if of_others or error.errno not in (*DISK_FULL, errno.EFBIG, errno.EIO):
             raise
         if error.errno not in DISK_FULL:
             raise OSError(error.errno, error.strerror, str(path)) from error
-        written = temporary.stat().st_size if temporary.is_file() else 0
+        written = _size(temporary)
         _remove_any(temporary)
         at_least = f"more than {written:,}" if written else "an unknown number of"
         needed = getattr(error, "needed", at_least)
         raise DiskFullError(path, needed, error.errno == errno.EDQUOT) from error
+
+
+def _size(path: Path) -> int:
+    """Returns the size of a file in bytes, or the space that a folder's files take on the disk."""
+    if path.is_file():
+        return path.stat().st_size
+    found = [file.stat() for file in path.rglob("*") if file.is_file()]
+    # Windows does not say how many blocks of 512 bytes a file takes.
+    return sum(max(each.st_size, 512 * getattr(each, "st_blocks", 0)) for each in found)
+
+
+@contextmanager
+def naming_file(path: str | os.PathLike) -> Iterator[None]:
+    """Makes the disk's errors in writing an open file, which do not name it, name `path`.
+
+    Raises:
+        DiskFullError: the disk is full.
+        OSError: of another kind.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        if error.errno in DISK_FULL:
+            needed = "an unknown number of"
+            raise DiskFullError(Path(path), needed, error.errno == errno.EDQUOT) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _not_created(path: Path, error: OSError) -> OSError:

@@ -3,6 +3,9 @@
 import importlib.util
 from collections.abc import Collection
 
+TENSORBOARD_FILE = "events.out.tfevents"
+"""The beginning of the names of TensorBoard's files."""
+
 
 def is_installed(package: str) -> bool:
     """Returns whether a package can be imported, without importing it."""

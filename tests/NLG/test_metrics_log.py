@@ -1,12 +1,16 @@
 """Tests the log of a run's metrics: metrics.jsonl, TensorBoard's files, and learning curves."""
 
+import errno
 import json
+import os
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 import metrics_log
+from loralib.errors import DiskFullError
 from metrics_log import METRICS_NAME, MetricsLog
 
 
@@ -122,3 +126,21 @@ def test_tensorboard_drops_what_a_killed_run_wrote_later(
     assert (flushed, closed) == ([True, True] * shown, [])
     del log
     assert closed == [True] * shown
+
+
+@pytest.mark.parametrize("file", [METRICS_NAME, "runs/events.out.tfevents"])
+def test_the_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch, file):
+    """The system's error has no name once the file is open."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = MetricsLog(tmp_path, 0, report_to=["none"])
+    if file == METRICS_NAME:
+        monkeypatch.setattr(metrics_log, "open", refuse, raising=False)
+    else:
+        log._has_tensorboard = True
+        module = SimpleNamespace(SummaryWriter=refuse)
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with pytest.raises(DiskFullError, match=re.escape(f"{tmp_path / file}: the disk is full")):
+        log.write(1, loss=0.5)

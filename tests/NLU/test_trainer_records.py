@@ -1,6 +1,7 @@
 """What a run records, logs and draws, and where it reports."""
 
 import copy
+import errno
 import functools
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 from small_trainers import make_line_trainer
 from trainer_runs import make_data, sequence, without_runtimes
 
+from loralib.errors import DiskFullError
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -354,6 +356,21 @@ def test_tensorboard_is_given_numbers_by_step(tmp_path, monkeypatch, main):
     assert scalars == [(name, value, 3) for name, value in NAMED.items()] * (10 if main else 0)
     del callback
     assert {*closed} == ({*folders} if main else set())
+
+
+def test_a_full_disk_of_tensorboard_s_is_named(tmp_path, monkeypatch):
+    """The system's error has no name once the file is open."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module = SimpleNamespace(SummaryWriter=refuse)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    args = TrainingArguments(str(tmp_path), logging_dir=str(tmp_path))
+    state = TrainerState(is_world_process_zero=True)
+    message = re.escape(f"{tmp_path / 'events.out.tfevents'}: the disk is full")
+    with pytest.raises(DiskFullError, match=f"^{message}"):
+        TensorBoardCallback().on_log(args, state, None, logs=LOGS)
 
 
 @pytest.mark.parametrize("main", [True, False])

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from loralib.io.atomic import naming_file
 from loralib.training.curves import (
     HOW_TO_GET_IT,
     Place,
     is_matplotlib_available,
     write_curves,
 )
-from loralib.training.reports import check_installed, is_installed
+from loralib.training.reports import TENSORBOARD_FILE, check_installed, is_installed
 
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import TrainerCallback, TrainerState
@@ -73,16 +74,17 @@ class TensorBoardCallback(TrainerCallback):
         """Writes a record. The first one opens the file, which may be after training."""
         if not state.is_world_process_zero:
             return
-        if self.writer is None:
-            self._open(args, state, model)
-        for name, value in _named(logs or {}).items():
-            self.writer.add_scalar(name, value, state.global_step)
-        self.writer.flush()
+        folder = os.path.join(args.logging_dir, state.trial_name or "")
+        with naming_file(os.path.join(folder, TENSORBOARD_FILE)):
+            if self.writer is None:
+                self._open(folder, args, state, model)
+            for name, value in _named(logs or {}).items():
+                self.writer.add_scalar(name, value, state.global_step)
+            self.writer.flush()
 
-    def _open(self, args: TrainingArguments, state: TrainerState, model) -> None:
+    def _open(self, folder: str, args: TrainingArguments, state: TrainerState, model) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = os.path.join(args.logging_dir, state.trial_name or "")
         self.writer, self._is_trial = SummaryWriter(log_dir=folder), state.is_hyper_param_search
         # Ends the writer's thread once this object is gone. There may be logs until then.
         finalize(self, self.writer.close).atexit = False

@@ -19,7 +19,13 @@ import torch
 
 from loralib.errors import CheckpointError, DiskFullError
 from loralib.io import atomic
-from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart, replacing_folder
+from loralib.io.atomic import (
+    atomic_write,
+    atomic_write_folder,
+    check_apart,
+    naming_file,
+    replacing_folder,
+)
 from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links, pipes and devices")
@@ -276,6 +282,40 @@ def test_a_folder_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, there):
     with pytest.raises(DiskFullError, match=re.escape(f"{path}: the disk is full")):
         replace()
     assert names(tmp_path) == (["a"] if there else [])
+
+
+@pytest.mark.parametrize("needed", ["5,000", "more than 5,000", None])
+def test_a_folder_takes_the_space_of_all_its_files(tmp_path, needed):
+    """Those written before are removed, so that the disk has room for each file by itself."""
+    temporary = tmp_path / ".unfinished"
+    full = OSError(errno.ENOSPC, "") if needed is None else DiskFullError(temporary / "y", needed)
+
+    def replace():
+        with replacing_folder(tmp_path / "a", temporary):
+            (temporary / "inner").mkdir()
+            (temporary / "inner" / "x").write_bytes(b"x" * 70_000)
+            raise full
+
+    with pytest.raises(DiskFullError) as caught:
+        replace()
+    words, number = caught.value.needed.rsplit(" ", 1)
+    assert words == "more than"
+    # In blocks of the disk.
+    least = 70_000 if needed is None else 75_000
+    assert least <= int(number.replace(",", "")) < 2 * least
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("named", [True, False])
+def test_errors_of_writing_an_open_file_name_it(tmp_path, code, named):
+    path = tmp_path / "log"
+    error = OSError(code, os.strerror(code), *(["other"] if named else []))
+    with pytest.raises(OSError, match="other" if named else re.escape(str(path))) as caught:  # noqa: SIM117
+        with naming_file(path):
+            raise error
+    assert (caught.value is error) is named
+    is_full = code in (errno.ENOSPC, errno.EDQUOT)
+    assert isinstance(caught.value, DiskFullError) is (is_full and not named)
 
 
 @posix
