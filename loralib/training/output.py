@@ -16,6 +16,7 @@ from ..errors import TrainingError
 from ..io.atomic import check_folder_writable, remove_leftovers
 from .distributed import barrier, gather_objects
 from .locks import sole_use
+from .process import error_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def output_folder(
                 _clear(Path(folder), folders)
             except (OSError, TrainingError) as error:
                 problem = error
-        message = gather_objects(problem and str(problem), world_size)[0]
+        message = gather_objects(problem and error_in_words(problem), world_size)[0]
         if message is not None:
             raise problem or TrainingError(message)
         check_shared(folder, world_size)

@@ -110,6 +110,19 @@ def test_the_error_names_a_folder_without_write_permission(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_other_processes_get_an_error_of_the_system_in_the_same_words(tmp_path, monkeypatch):
+    told, folder = [], tmp_path / "out"
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(output, "gather_objects", lambda *given: told.append(given[0]) or told)
+    with pytest.raises(OSError, match=os.strerror(errno.EROFS)), output_folder(folder, 0, 2):
+        pass
+    assert told == [f"{folder}: {os.strerror(errno.EROFS)}"]
+
+
 @pytest.mark.parametrize("problem", [None, "no room"])
 def test_other_processes_use_the_folder_that_the_first_one_makes(tmp_path, monkeypatch, problem):
     """They check that they see it, or end with the first one's error."""
