@@ -695,6 +695,7 @@ def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("model_type", "deberta-v2", "roberta, but this run has deberta-v2"),
         ("hidden_act", "relu", "gelu, but this run has relu"),
         ("layer_norm_eps", 0.01, "1e-05, but this run has 0.01"),
         ("hidden_dropout_prob", 0.5, "0.0, but this run has 0.5"),

@@ -408,6 +408,7 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
     columns = ["text_columns"] if saved["text_columns"] is not None else []
     return tuple(
         {
+            f"model_type ({CONFIG_NAME})": source.get("model_type"),
             "task": source.get("finetuning_task"),
             **{name.replace("_", " "): filled[name] for name in columns},
             # JSON's keys are strings.
