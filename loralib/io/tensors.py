@@ -64,7 +64,13 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
         with open(temporary, "wb", buffering=0) as file:
             # torch gets no name, because it would write that into the archive.
             sink = _Sink(file)
-            torch.save(value, cast(IO[bytes], sink))
+            try:
+                torch.save(value, cast(IO[bytes], sink))
+            except RuntimeError as error:
+                # Ctrl-C within a write: torch then ends its archive, which fails.
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise error.__context__ from None
+                raise
         if sink.error is not None:
             is_full = sink.error.errno in DISK_FULL
             raise NoSpaceError(sink.error, f"{sink.size:,}") if is_full else sink.error

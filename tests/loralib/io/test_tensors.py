@@ -69,6 +69,22 @@ def test_a_torch_file_that_does_not_fit_is_an_error_that_says_its_size(tmp_path,
     assert [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize("written", [0, 1000])
+def test_writing_a_torch_file_can_be_interrupted(tmp_path, monkeypatch, written):
+    """Otherwise torch's error about its unfinished archive would replace the interrupt."""
+
+    class Interrupted(io.FileIO):
+        def write(self, data):
+            if self.tell() >= written:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    monkeypatch.setattr(io_tensors, "open", lambda path, *_, **__: Interrupted(path, "w"), False)
+    with pytest.raises(KeyboardInterrupt):
+        write_torch(tmp_path / "a.pt", {"a": torch.arange(1000)})
+    assert not [*tmp_path.iterdir()]
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
