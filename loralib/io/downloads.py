@@ -144,4 +144,4 @@ def _may_pass(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, HTTPError):
         return f"HTTP {error.code} {error.reason}"
-    return str(getattr(error, "reason", "") or error or type(error).__name__)
+    return str(getattr(error, "reason", "") or error) or type(error).__name__

@@ -29,7 +29,7 @@ def names(folder):
 
 def test_cut_connection_is_continued(server, tmp_path):
     server.cuts[PATH] = [1000, 500]
-    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT, len(CONTENT))
     assert (tmp_path / "file.zip").read_bytes() == CONTENT
     assert server.log == [
         (PATH, None, None),
@@ -81,7 +81,54 @@ def test_part_longer_than_the_file_starts_over(server, tmp_path):
     assert (tmp_path / "file.zip").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize(("status", "requests"), [(404, 1), (503, ATTEMPTS)])
+def test_a_file_whose_length_the_server_does_not_say(server, tmp_path):
+    server.unannounced.add(PATH)
+    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert (tmp_path / "file.zip").read_bytes() == CONTENT
+
+
+def test_a_file_has_its_name_once_it_is_on_the_disk(server, tmp_path, monkeypatch):
+    """Otherwise a power failure could leave a file of zeros under that name."""
+    target, synced = tmp_path / "file.zip", []
+
+    def sync(path):
+        synced.append((path, target.exists()))
+
+    monkeypatch.setattr(downloads, "sync_file", sync)
+    monkeypatch.setattr(downloads, "sync_folder", sync)
+    download(server.url + PATH, target, WAY_OUT)
+    assert synced == [(tmp_path / "file.zip.part", False), (tmp_path, True)]
+
+
+def test_a_server_that_does_not_answer(tmp_path, monkeypatch, caplog):
+    """It is waited for longer before each attempt."""
+    waited = []
+
+    def silent(request, timeout):
+        assert timeout == downloads.TIMEOUT
+        raise TimeoutError
+
+    monkeypatch.setattr(downloads, "urlopen", silent)
+    monkeypatch.setattr(downloads.time, "sleep", waited.append)
+    with pytest.raises(ConnectionError, match=f"^http://a/b: TimeoutError; {WAY_OUT}$"):
+        download("http://a/b", tmp_path / "b", WAY_OUT)
+    assert waited == [1, 2, 4, 8]
+    assert caplog.messages[-1] == "http://a/b: TimeoutError; trying again in 8 s"
+
+
+def test_what_has_arrived_is_kept_if_the_server_fails_later(server, tmp_path):
+    server.cuts[PATH] = [1000] + [0] * (ATTEMPTS - 1)
+    with pytest.raises(ConnectionError):
+        download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    server.errors[PATH] = 503
+    with pytest.raises(OSError, match="HTTP 503"):
+        download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert (tmp_path / "file.zip.part").read_bytes() == CONTENT[:1000]
+
+
+@pytest.mark.parametrize(
+    ("status", "requests"), [(404, 1), *((code, ATTEMPTS) for code in (408, 429, 500, 503))]
+)
 def test_an_answer_that_is_an_error(server, tmp_path, status, requests):
     server.errors[PATH] = status
     with pytest.raises(OSError, match=f"{PATH}: HTTP {status} .+; {WAY_OUT}$") as caught:
@@ -94,7 +141,7 @@ def test_an_answer_that_is_an_error(server, tmp_path, status, requests):
 def test_no_server(file_server, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(ConnectionError, match=f"/a.txt: .*refused.*; {WAY_OUT}$"):
+    with pytest.raises(ConnectionError, match=rf"/a.txt: \[.*refused.*; {WAY_OUT}$"):
         download(f"http://127.0.0.1:{port}/a.txt", tmp_path / "a.txt", WAY_OUT)
     assert names(tmp_path) == []
 

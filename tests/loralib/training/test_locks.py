@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import signal
 import socket
@@ -15,7 +16,15 @@ from filelock import FileLock
 
 from loralib.errors import TrainingError
 from loralib.training import locks
-from loralib.training.locks import LOCK_NAME, OWNER_NAME, Owner, parent_of, sole_use, started
+from loralib.training.locks import (
+    LOCK_NAME,
+    OWNER_NAME,
+    Owner,
+    in_turn,
+    parent_of,
+    sole_use,
+    started,
+)
 
 HOLD = """
 import os, sys, time
@@ -138,11 +147,12 @@ def test_waiting_for_a_lock_has_an_end(tmp_path, held, clock):
     assert 15 < clock.now < 15.2
 
 
-@pytest.mark.parametrize("pid", [0, -1, "1", None])
+@pytest.mark.parametrize("pid", [0, -1, "1", 1.5, None])
 def test_an_owner_file_with_an_invalid_pid_is_ignored(tmp_path, pid):
     """Signals to 0 and -1 would go to many processes."""
-    write_owner(tmp_path)
-    assert Owner.read(tmp_path / OWNER_NAME).pid == os.getpid()
+    for valid in (os.getpid(), 1):  # 1 is a container's first process
+        write_owner(tmp_path, pid=valid)
+        assert Owner.read(tmp_path / OWNER_NAME).pid == valid
     write_owner(tmp_path, pid=pid)
     assert Owner.read(tmp_path / OWNER_NAME) is None
 
@@ -234,6 +244,21 @@ def test_a_process_of_another_user_has_not_ended(monkeypatch):
     assert not Owner.this_process().is_gone
 
 
+def test_without_locks_all_processes_may_go_into_a_block_at_once(tmp_path, no_locks):
+    with in_turn(tmp_path / "lock", patience=0), in_turn(tmp_path / "lock", patience=0):
+        pass
+
+
+@pytest.mark.parametrize("block", [sole_use, lambda folder: in_turn(folder / "lock", patience=0)])
+def test_an_error_of_the_disk_does_not_mean_that_there_are_no_locks(tmp_path, monkeypatch, block):
+    def acquire(self, **_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(locks.FileLock, "acquire", acquire)
+    with pytest.raises(OSError, match="Input/output error"), block(tmp_path):
+        pass
+
+
 def test_other_errors_of_locking_are_raised(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"), sole_use(tmp_path / "file"):
@@ -263,3 +288,28 @@ def test_a_process_with_any_name_has_a_start_time_and_a_parent(tmp_path, name):
         assert parent_of(process.pid) == os.getpid()
         process.communicate(b"\n")
     assert started(process.pid) == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
+def test_a_start_time_does_not_change():
+    """Other numbers next to it do, such as the size of the process."""
+    before = started(os.getpid())
+    with mmap.mmap(-1, 1 << 24):
+        assert started(os.getpid()) == before
+    assert int(before) > 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_where_there_is_no_proc_ps_is_asked_for_the_parent(tmp_path, monkeypatch):
+    def absent(pid):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(locks, "_stat", absent)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (started(7), parent_of(7)) == ("", None)  # there is no ps either
+    ps = tmp_path / "ps"
+    ps.write_text('#!/bin/sh\n[ "$*" = "-o ppid= -p 7" ] && echo "  42"\n')
+    ps.chmod(0o755)
+    assert (parent_of(7), parent_of(8)) == (42, None)
+    ps.write_text("#!/bin/sh\n")
+    assert parent_of(7) is None
