@@ -91,10 +91,6 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
     if lacking:
         raise CheckpointError(f"{adapter.source}: its head lacks {min(lacking)}")
-    ties = model.tied.items()
-    if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
-        # The adapter updates or replaces one of the two tied weights.
-        model.config.tie_word_embeddings = False
     model.save_pretrained(folder, safe_serialization=True)
     # Upstream's settings are copied from the base, without this project's own and stale ones.
     is_own_head = brought.isdisjoint(name.partition(".")[0] for name in own)
