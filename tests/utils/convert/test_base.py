@@ -1,6 +1,7 @@
 """Tests convert.py's --info, --lora_alpha and --base: what is printed, and what does not fit."""
 
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import loralib as lora
+from conversion.description import describe
+from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
 from loralib.io.tensors import read_tensors
 
 
@@ -94,6 +98,68 @@ def test_info_of_how_it_was_trained(convert, trained, tmp_path):
     assert printed["freeze_A"] == "A was frozen, only B was trained"
     assert printed["alpha"] == f"6, but 2.5 in {modules[1]}; 8 in {modules[0]}"
     assert ", but" not in printed["rank"]
+
+
+def test_info_lists_all_that_metadata_hold():
+    layers = [f"transformer.h.{i}.attn.c_attn" for i in range(5)]
+    tensors = {f"{name}.lora_A": torch.ones(4, 8) for name in layers}
+    tensors |= {f"{name}.lora_B": torch.ones(24, 2) for name in layers}
+    tensors["lm_head.decoder.weight"] = torch.ones(400, 1024)
+    metadata = LoraMetadata(
+        base="gpt2",
+        base_revision="v2",
+        base_fingerprint="feed",
+        task="e2e",
+        head="causal_lm",
+        text_columns=("mr", "ref"),
+        labels=("no", "yes"),
+        trained_with=("apply_bitfit",),
+        rank=2,
+        alpha=6,
+        targets=("c_attn",),
+        dropout=0.1,
+        bias="all",
+        positions=True,
+        variant="dora",
+        rank_pattern=dict.fromkeys(reversed(layers), 4),
+        initialization="pissa",
+        slices={name: (i < 2, True, False) for i, name in enumerate(layers)},
+        separate=True,
+    )
+    described = describe(Adapter(tensors, metadata, format="lora"))
+    assert described == {
+        "format": "lora",
+        "rank": f"2 (2 updates in each module), but 4 in {', '.join(layers[:4])}, … (5 modules)",
+        "alpha": "6",
+        "variant": "dora",
+        "initialization": "pissa",
+        "targets": "c_attn, in 5 modules",
+        "slices": "attn.c_attn no, yes, no; attn.c_attn yes, yes, no",
+        "dropout": "0.1",
+        "biases": "all",
+        "separate": "weights besides LoRA are stored for each module, even where the base shares "
+        "them",
+        "positions": "updated by LoRA, as in PEFT",
+        "parameters": "400 of LoRA, 409,600 others",
+        "size": "1.56 MiB",
+        "dtype": "float32",
+        "base": "gpt2",
+        "revision": "v2",
+        "fingerprint": "feed",
+        "task": "e2e",
+        "head": "causal_lm",
+        "labels": "no, yes",
+        "texts": "mr, ref",
+        "with": "apply_bitfit",
+    }
+    plain = LoraMetadata(rank=4, alpha=2.5, targets=("c_attn",), positions=False)
+    described = describe(Adapter({n: t for n, t in tensors.items() if "lora_" in n}, plain))
+    assert described.keys() == {
+        *("rank", "alpha", "variant", "targets", "biases", "positions", "parameters", "size"),
+        "dtype",
+    }
+    assert described["alpha"] == "2.5"
+    assert described["positions"] == "not updated by LoRA, as in the release"
 
 
 @pytest.mark.parametrize("format", ["lora", "peft", "merged"])
@@ -178,6 +244,10 @@ def test_a_base_of_another_name_is_unverified(convert, trained, tmp_path, caplog
         "confirms that they are the same"
     ]
     assert f"{source} does not record its base's fingerprint: cannot check" in caplog.text
+    write_adapter(tmp_path / "known.safetensors", given.adapter)
+    moved = shutil.copytree(given.base, tmp_path / "moved")
+    known = (tmp_path / "known.safetensors", tmp_path / "b.safetensors", "--base", moved)
+    assert convert(*known)["notes"] == []  # its fingerprint confirms it
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -237,6 +307,14 @@ def test_wrong_bases(failure, trained, tmp_path, format, wrong):
     )
     for reason in reasons:
         assert reason in line
+
+
+def test_labels_that_are_not_the_heads_outputs(failure, trained, tmp_path):
+    given, source = trained["roberta"], tmp_path / "in.safetensors"
+    metadata = replace(given.adapter.metadata, labels=("yes", "no"))
+    write_adapter(source, replace(given.adapter, metadata=metadata))
+    line = failure(source, tmp_path / "out", "--to", "merged", "--base", given.base)
+    assert f"{source}: names 2 labels, but its head has 3 outputs" in line
 
 
 @pytest.mark.parametrize("format", ["lora", "merged"])

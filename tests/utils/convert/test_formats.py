@@ -196,10 +196,37 @@ def test_a_recorded_task_may_be_given_again(convert, trained, tmp_path, recorded
     assert (result["task"], result["notes"]) == (recorded, [])
 
 
-def test_a_task_of_a_language_model_is_not_looked_for_in_glue(convert, trained, tmp_path):
+def of_tokens(trained) -> Adapter:
+    """An adapter with a head of 3 outputs for each token."""
+    given = trained["roberta"].adapter
+    tensors = {name: tensor for name, tensor in given.tensors.items() if "lora_" in name}
+    tensors |= {"classifier.weight": torch.ones(3, 16), "classifier.bias": torch.ones(3)}
+    metadata = replace(given.metadata, task=None, labels=None, head="token_classification")
+    return replace(given, tensors=tensors, metadata=metadata)
+
+
+def of_an_unknown_model(trained) -> Adapter:
+    tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
+    return Adapter(tensors, lora_metadata(tensors, 2, 6))
+
+
+@pytest.mark.parametrize("task", ["e2e", "rte"])
+@pytest.mark.parametrize(
+    "adapter", [lambda trained: trained["gpt2"].adapter, of_tokens, of_an_unknown_model]
+)
+def test_the_task_of_a_model_of_another_kind_is_not_looked_for_in_glue(
+    convert, trained, tmp_path, adapter, task
+):
+    write_adapter(tmp_path / "in.safetensors", adapter(trained))
+    result = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", task)
+    assert result["task"] == task
+    assert not any("GLUE" in note for note in result["notes"])
+
+
+def test_labels_need_a_head(failure, trained, tmp_path):
     write_adapter(tmp_path / "in.safetensors", trained["gpt2"].adapter)
-    result = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", "e2e")
-    assert (result["task"], result["notes"]) == ("e2e", [])
+    line = failure(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--labels", "a", "b")
+    assert "in.safetensors: has no head, but --labels names 2" in line
 
 
 @pytest.mark.parametrize("family", FAMILIES)

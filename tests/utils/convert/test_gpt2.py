@@ -9,6 +9,7 @@ import torch
 from conversions import OUT, close, make_base, plain_logits, seed, train, tree
 from safetensors.torch import save_file
 
+from conversion.gpt2_folder import read_gpt2
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
@@ -83,6 +84,22 @@ def test_a_gpt2_that_was_trained_as_a_whole(convert, failure, tmp_path):
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {**settings, **CARD, "torch_dtype": "bfloat16"} == settings
     assert "none of its" in failure(source, tmp_path / "out.bin")
+
+
+def test_settings_of_a_folder(failure, trained, tmp_path):
+    base = make_base(tmp_path / "base", "gpt2", layer_norm_epsilon=0.25)
+    assert read_gpt2(str(base))[0].config.layer_norm_epsilon == 0.25
+    write_adapter(tmp_path / "in.safetensors", trained["gpt2"].adapter)
+    config = base / "config.json"
+    settings = json.loads(config.read_text())
+    for changed, message in (
+        ({"n_head": 3}, f"{config}: "),
+        ({"n_layer": None, "n_positions": None}, f"{base}: its settings lack n_layer, n_positions"),
+    ):
+        kept = {key: value for key, value in (settings | changed).items() if value is not None}
+        config.write_text(json.dumps(kept))
+        line = failure(tmp_path / "in.safetensors", tmp_path / "out.bin", "--base", base)
+        assert message in line
 
 
 @pytest.mark.slow
