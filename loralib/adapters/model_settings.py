@@ -58,15 +58,15 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "initialization": _initialization(layers),
-        "freeze_A": all(layer.freeze_A for layer in layers.values()) or None,
+        "freeze_A": all(layer.freeze_A for layer in layers.values()),
         "embeddings": embeddings,
         "slices": _own_slices(layers),
         "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
     }
 
 
-def _common(layers: Mapping[str, LoRALayer], setting: str) -> object | None:
-    """Returns the value of a setting that all layers must have in common, None for the default."""
+def _common(layers: Mapping[str, LoRALayer], setting: str) -> object:
+    """Returns the value of a setting that all layers must have in common."""
     values = {name: getattr(layer, setting) for name, layer in layers.items()}
     common, others = usual(values)
     for name, value in others.items():
@@ -74,7 +74,7 @@ def _common(layers: Mapping[str, LoRALayer], setting: str) -> object | None:
             f"the model's LoRA is of several kinds, but an adapter records only one: {name} has "
             f"{setting} {value}, others have {common}; merge the model, and save it"
         )
-    return None if common == getattr(LoRALayer, setting) else common
+    return common
 
 
 def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
