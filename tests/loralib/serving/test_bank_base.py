@@ -344,6 +344,13 @@ def repeat_layers(model):
     model.body = nn.Sequential(*model.body, *model.body)
 
 
+def put_layers_into_a_module(model):
+    layers = model.body
+    model.body = nn.Module()
+    for name, layer in layers.named_children():
+        model.body.add_module(name, layer)
+
+
 def share_a_projection(model):
     layer = Layer()
     layer.query = model.body[0].query
@@ -360,6 +367,7 @@ def share_a_projection(model):
         (remove_the_body, "body"),
         (reverse_the_body, "body"),
         (repeat_layers, "body"),
+        (put_layers_into_a_module, "body"),
         (share_a_projection, "body"),
     ],
 )
@@ -560,6 +568,17 @@ def test_an_adapted_module_may_be_wrapped():
     expected = outputs(bank, model, "headless")
     wrap_a_projection(model)
     assert torch.equal(outputs(bank, model, "headless"), expected)
+
+
+def test_a_model_may_be_made_in_inference_mode():
+    """PyTorch does not count writes to its weights."""
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        torch.manual_seed(0)
+        with mode():
+            model = Own()
+            found.append(outputs(bank_of(model), model))
+    assert torch.equal(*found)
 
 
 def test_a_weight_that_no_adapter_in_use_changes_does_not_matter():
