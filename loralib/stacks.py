@@ -6,6 +6,7 @@ It also defines how they are laid out, and the names of their LoRA layers.
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -32,7 +33,7 @@ def stacks_in(module: nn.Module) -> dict[str, Tensor]:
     Kernels of convolutions are not stacks.
     """
     own = module._parameters
-    if not own or isinstance(module, nn.modules.conv._ConvNd):
+    if not own or isinstance(module, _ConvNd):
         return {}
     return {n: p for n, p in own.items() if p is not None and _is_stack(p)}
 
@@ -62,10 +63,16 @@ def is_suggested(model: nn.Module, stack: str) -> bool:
 
     They do not suggest the tensors that a parametrized weight is computed from, such as those of a
     weight-normed kernel; users who mean these can still name them. Nor do they suggest those of an
-    `nn.ParameterList` or an `nn.ParameterDict`, where LoRA would have no effect.
+    `nn.ParameterList` or an `nn.ParameterDict`, where LoRA would have no effect, or the kernel of a
+    convolution, under the name that a module around the convolution gives it.
     """
-    owner = model.get_submodule(stack.rpartition(".")[0])
-    return not isinstance(owner, ParametrizationList | nn.ParameterList | nn.ParameterDict)
+    at, _, parameter = stack.rpartition(".")
+    owner = model.get_submodule(at)
+    if isinstance(owner, ParametrizationList | nn.ParameterList | nn.ParameterDict):
+        return False
+    weight = owner.get_parameter(parameter)
+    convolutions = (each for each in owner.modules() if isinstance(each, _ConvNd))
+    return all(each._parameters.get("weight") is not weight for each in convolutions)
 
 
 def is_transposed(owner: nn.Module) -> bool:

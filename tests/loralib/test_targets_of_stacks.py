@@ -153,6 +153,16 @@ def test_the_tensors_of_a_parameter_list_are_not_suggested_as_stacks(caplog):
     assert not caplog.messages
 
 
+def test_a_kernel_that_has_a_second_name_is_not_suggested_as_a_stack(caplog):
+    block = nn.Sequential(nn.Conv1d(8, 64, 3))
+    block.weight = block[0].weight
+    model = nn.ModuleDict({"layers": nn.ModuleList([block, nn.Sequential(nn.Linear(4, 4))])})
+    with pytest.raises(UnsupportedLayerError, match=r"^layers\.0 is a .*: leave it out of targets"):
+        lora.add_lora(model, "layers.0", r=R)
+    lora.add_lora(model, "all-linear", r=R)
+    assert not caplog.messages
+
+
 def weight_normed() -> nn.ModuleDict:
     torch.manual_seed(0)
     conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
