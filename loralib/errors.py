@@ -198,22 +198,23 @@ class DiskFullError(OSError):
 
     Args:
         path: the file.
-        needed: the number of bytes that it takes, as a string; None if it could not be created,
-            which may also mean that the number of files has reached its limit.
+        needed: the number of bytes that it takes at least, 0 if unknown; None if it could not be
+            created, which may also mean that the number of files has reached its limit.
         is_quota: whether the user's quota is used up, and not the disk.
     """
 
-    def __init__(self, path: Path, needed: str | None, is_quota: bool = False):
+    def __init__(self, path: Path, needed: int | None, is_quota: bool = False):
         self.path, self.needed, self.is_quota = path, needed, is_quota
         full = "the user's quota is used up" if is_quota else "the disk is full"
         # Of a new folder's parents, not all may be there.
         there = next(folder for folder in path.absolute().parents if folder.is_dir())
         free = shutil.disk_usage(there).free
+        size = f"at least {needed:,}" if needed else "an unknown number of"
         super().__init__(
             f"{path}: {full}: no more files can be created, the disk has {free:,} bytes free; "
             "remove some files and start again"
             if needed is None
-            else f"{path}: {full}: the file takes {needed} bytes, the disk has {free:,} free; make "
+            else f"{path}: {full}: the file takes {size} bytes, the disk has {free:,} free; make "
             "room and start again"
         )
 

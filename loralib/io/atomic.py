@@ -19,9 +19,9 @@ if os.name == "posix":
 
 
 class NoSpaceError(OSError):
-    """A write that failed for lack of space, with what is known of the file's size."""
+    """A write that failed for lack of space, with the bytes that the file takes at least."""
 
-    def __init__(self, error: OSError, needed: str):
+    def __init__(self, error: OSError, needed: int):
         super().__init__(error.errno, error.strerror)
         self.needed = needed
 
@@ -222,9 +222,7 @@ def errors_of(path: Path, temporary: Path) -> Iterator[None]:
             raise
         written = _size(temporary)  # which is free again once they are removed
         _remove_any(temporary)
-        needed = error.needed
-        if needed is not None and written:
-            needed = f"more than {written + int(re.sub('[^0-9]', '', needed) or 0):,}"
+        needed = None if error.needed is None else written + error.needed
         raise DiskFullError(path, needed, error.is_quota) from error
     except OSError as error:
         of_others = error.filename not in (None, str(temporary))
@@ -234,8 +232,7 @@ def errors_of(path: Path, temporary: Path) -> Iterator[None]:
             raise OSError(error.errno, error.strerror, str(path)) from error
         written = _size(temporary)
         _remove_any(temporary)
-        at_least = f"more than {written:,}" if written else "an unknown number of"
-        needed = getattr(error, "needed", at_least)
+        needed = getattr(error, "needed", written)
         raise DiskFullError(path, needed, error.errno == errno.EDQUOT) from error
 
 
@@ -262,8 +259,7 @@ def naming_file(path: str | os.PathLike) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         if error.errno in DISK_FULL:
-            needed = "an unknown number of"
-            raise DiskFullError(Path(path), needed, error.errno == errno.EDQUOT) from error
+            raise DiskFullError(Path(path), 0, error.errno == errno.EDQUOT) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -73,7 +73,7 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
                 raise
         if sink.error is not None:
             is_full = sink.error.errno in DISK_FULL
-            raise NoSpaceError(sink.error, f"{sink.size:,}") if is_full else sink.error
+            raise NoSpaceError(sink.error, sink.size) if is_full else sink.error
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -
         return OSError(f"{path}: cannot be written ({first_line(error)})")
     code = int(number[1])
     own = OSError(code, os.strerror(code))
-    return NoSpaceError(own, f"more than {size:,}") if code in DISK_FULL else own
+    return NoSpaceError(own, size) if code in DISK_FULL else own
 
 
 def _sort_metadata(path: Path) -> None:
