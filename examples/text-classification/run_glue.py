@@ -70,6 +70,7 @@ from transformers.fine_tuning.script import (
     needed_splits,
     open_run,
     print_estimate,
+    report,
     start,
     train,
     write_predictions,
@@ -360,10 +361,7 @@ def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> None:
         metrics["eval_samples"] = len(splits[split])
         suffix = "_mm" if split.endswith("_mismatched") else ""
         results.update({f"{name}{suffix}": value for name, value in metrics.items()})
-    if trainer.state.epoch is not None:
-        results["epoch"] = round(trainer.state.epoch, 2)
-    trainer.log_metrics("eval", results)
-    trainer.save_metrics("eval", results)
+    report(trainer, "eval", results, trainer.eval_dataset)
 
 
 def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> None:
