@@ -1,10 +1,12 @@
 """`Trainer`: the training loop, evaluation, checkpoints and resuming.
 
 A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule.
-Logging, progress bars and the decision when to evaluate are in trainer_callback.py. Checkpoints and
-resuming are in trainer_checkpoint.py, the loop's position and losses in trainer_progress.py, the
-order of the data in trainer_data.py, and what this project's two training loops share is in
-loralib.training. The Trainer inherits its other methods from trainer_evaluation.py,
+Logging, progress bars and the decision when to evaluate are in trainer_callback.py. What is checked
+before training is in trainer_checks.py and, among processes, trainer_agreement.py. Checkpoints and
+resuming are in trainer_checkpoint.py, their weights in trainer_weights.py, the choice of the best
+one in trainer_best.py, the loop's position and losses in trainer_progress.py, the order of the data
+in trainer_data.py, and what this project's two training loops share is in loralib.training. The
+Trainer inherits its other methods from trainer_evaluation.py (results: trainer_results.py),
 trainer_loaders.py, trainer_search.py (hyperparameter search) and trainer_records.py (logs and
 metrics).
 """
