@@ -296,7 +296,7 @@ class Block(ContextDecorator):
             ValueError: it is a generator or a coroutine, whose body runs after its call.
         """
         self._is_used = True
-        if any(is_kind(func) for is_kind in _RUN_LATER):
+        if any(is_kind(each) for each in (func, func.__call__) for is_kind in _RUN_LATER):
             raise ValueError(
                 f"{getattr(func, '__name__', 'the function')} is a generator or a coroutine, "
                 "which computes after its call: write `with bank.use(…):` inside it, around no "

@@ -5,6 +5,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -135,11 +136,18 @@ async def asynchronous_generator():
     yield
 
 
-@pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
+class CalledLater:
+    async def __call__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "function", [generator, coroutine, asynchronous_generator, partial(generator), CalledLater()]
+)
 def test_generators_and_coroutines_cannot_be_decorated(bank, caplog, function):
     with refuses(
         ValueError,
-        f"{function.__name__} is a generator or a coroutine",
+        f"{getattr(function, '__name__', 'the function')} is a generator or a coroutine",
         "inside it, around no yield",
     ):
         bank.use("a")(function)
