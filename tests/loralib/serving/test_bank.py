@@ -38,6 +38,7 @@ import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.metadata import LoraMetadata
+from loralib.functional import Delta
 from loralib.nn import routing
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.device_deltas import DeviceDelta
@@ -260,6 +261,16 @@ def test_casts_are_made_once_and_autograd_may_record_them_later(bank, model, mod
         logits = model(**batch)
         logits.sum().backward()
     close_in_half(logits.detach(), expected, 0.06)
+
+
+@torch.no_grad()
+def test_an_adapter_is_cast_to_the_model_s_dtype_when_it_is_added(model, model_class, monkeypatch):
+    """In a compiled model, the result would be its graph's, or an inference tensor."""
+    bank = lora.AdapterBank(model.bfloat16())
+    bank.add("a", make_adapter(model_class, "a"))
+    monkeypatch.setattr(Delta, "to", lambda *_: pytest.fail("cast in a block"))
+    with bank.use("a"):
+        assert model(**make_batch([3, 4])).dtype == torch.bfloat16
 
 
 def test_autograd_may_record_an_adapter_that_was_added_in_inference_mode(model, model_class):
