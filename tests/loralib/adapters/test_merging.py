@@ -274,6 +274,16 @@ def test_a_head_is_cast_to_the_models_dtype():
     assert torch.equal(model["head"].weight, torch.full((2, 4), 1 / 3).bfloat16())
 
 
+def test_buffers_of_a_head_stay_buffers():
+    model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.BatchNorm1d(4)})
+    before = [name for name, _ in model.named_buffers()]
+    counted = {"head__running_mean": torch.ones(4), "head__num_batches_tracked": torch.tensor(7)}
+    merge_into(model, adapter_for("query", *pair(4, 4), **counted))
+    assert [name for name, _ in model.named_buffers()] == before
+    assert model["head"].running_mean.tolist() == [1] * 4
+    assert model["head"].num_batches_tracked == 7
+
+
 class TwoNames(nn.Module):
     """A head whose bias has two names, as that of RoBERTa's language model."""
 

@@ -87,6 +87,14 @@ def test_damaged_metadata_is_refused(tmp_path, changed, message):
         assert "\n" not in str(caught.value)
 
 
+def test_a_checksum_does_not_depend_on_how_tensors_lie_in_memory():
+    values = torch.arange(6.0)
+    digest = checksum({"a": values}, {})
+    assert checksum({"a": torch.stack([values, values], 1)[:, 0]}, {}) == digest
+    for other in ({"b": values}, {"a": values.reshape(2, 3)}, {"a": values.view(torch.int32)}):
+        assert checksum(other, {}) != digest
+
+
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
 def test_metadata_need_a_finite_positive_alpha(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
