@@ -211,6 +211,11 @@ BAD = {
         "pytorch_model_lora.bin: holds what --apply_lora has trained: give it as --apply_lora "
         "--lora_path, and leave --apply_adapter and every --adapter_… flag out",
     ),
+    "adapters without their file": (
+        f"{EVAL} {{trained}} --apply_adapter",
+        "nothing to evaluate; give --adapter_path, or leave --apply_adapter and every --adapter_… "
+        "flag out",
+    ),
     "no such target": (
         f"{RTE} --do_train --apply_lora {R4} --lora_targets danse",
         "lora_targets: 'danse' matches no projection; similar names:",

@@ -23,7 +23,7 @@ from loralib.io.command_line import layers_of_words, pattern_of_words
 from loralib.module_names import layer_of
 
 from ..adaptation_settings import ADAPTATIONS, targets_of_modules
-from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
+from ..adapter_kinds import BOTTLENECK, FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import PretrainedConfig
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig, supported_family_of
@@ -329,6 +329,8 @@ def build_model(
         )
     untrained = model.newly_initialized.difference(*(adapter.tensors for adapter in adapters))
     if untrained and not args.do_train:
+        if all(BOTTLENECK.part in name for name in untrained):  # only their file is missing
+            way_out = f"--{PATHS[BOTTLENECK]}, or {without(BOTTLENECK)}"
         raise ValueError(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
             f"to evaluate; give {way_out}"
