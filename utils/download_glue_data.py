@@ -8,6 +8,7 @@ download that stops is kept as FILE.part and continued by the next run. A comple
 """
 
 import argparse
+import errno
 import logging
 import os
 import re
@@ -247,7 +248,11 @@ def unpack(archive: Path, folder: str, target: Path) -> None:
             if damaged is not None:
                 raise ValueError(f"{archive.name} is damaged: wrong checksum of {damaged}")
             file.extractall(target, [n for n in file.namelist() if n.startswith(f"{folder}/")])
-    except ZIP_ERRORS as error:
+    except (OSError, *ZIP_ERRORS) as error:
+        # For a damaged archive, zipfile may seek to a place before it, and bz2 raises OSError as
+        # well, without a number.
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, None):
+            raise
         raise ValueError(f"{archive.name} is damaged: {error}") from error
 
 

@@ -132,7 +132,18 @@ def flipped(content: bytes) -> bytes:
     return content[:at] + b"AS" + content[at + 2 :]
 
 
-@pytest.mark.parametrize("damage", [truncated, flipped])
+def misplaced(content: bytes) -> bytes:
+    """It seems to have files before its begin."""
+    return content[:-4] + bytes([content[-4] ^ 2]) + content[-3:]
+
+
+def of_another_method(content: bytes) -> bytes:
+    """It seems to be compressed by bzip2."""
+    at = content.index(b"PK\x01\x02") + 10
+    return content[:at] + bytes([zipfile.ZIP_BZIP2]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, misplaced, of_another_method])
 def test_damaged_zip(script, wnli, tmp_path, caplog, damage):
     good = make_zip(wnli_files(), zipfile.ZIP_STORED)
     wnli.files["/glue/data/WNLI.zip"] = damage(good)
