@@ -8,7 +8,6 @@ download that stops is kept as FILE.part and continued by the next run. A comple
 """
 
 import argparse
-import errno
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin, urlsplit
 
-from loralib.io.archives import ZIP_ERRORS
+from loralib.io.archives import ZIP_ERRORS, is_of_the_disk
 from loralib.io.atomic import sync_file
 from loralib.io.command_line import ArgumentParser
 from loralib.io.downloads import download
@@ -249,9 +248,7 @@ def unpack(archive: Path, folder: str, target: Path) -> None:
                 raise ValueError(f"{archive.name} is damaged: wrong checksum of {damaged}")
             file.extractall(target, [n for n in file.namelist() if n.startswith(f"{folder}/")])
     except (OSError, *ZIP_ERRORS) as error:
-        # For a damaged archive, zipfile may seek to a place before it, and bz2 raises OSError as
-        # well, without a number.
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, None):
+        if isinstance(error, OSError) and is_of_the_disk(error):
             raise
         raise ValueError(f"{archive.name} is damaged: {error}") from error
 

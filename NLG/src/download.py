@@ -20,7 +20,7 @@ from pathlib import Path
 from format_converting_e2e import as_lines
 from hub import hub_files
 from json_lines import write_lines
-from loralib.io.archives import ZIP_ERRORS
+from loralib.io.archives import ZIP_ERRORS, is_of_the_disk
 from loralib.io.command_line import ArgumentParser
 from loralib.io.downloads import download
 from loralib.io.tensors import read_tensors, write_tensors
@@ -161,11 +161,11 @@ def _read_member(archive: Path, source: str, name: str) -> bytes:
     try:
         with zipfile.ZipFile(archive) as file:
             return file.read(name)
-    except (KeyError, ValueError, *ZIP_ERRORS) as error:
+    except (KeyError, ValueError, OSError, *ZIP_ERRORS) as error:
+        if isinstance(error, OSError) and is_of_the_disk(error):
+            raise OSError(error_in_words(error)) from error
         reason = str(error) or "it is truncated"
         raise ValueError(f"{source}: holds no {name} ({reason})") from error
-    except OSError as error:
-        raise OSError(error_in_words(error)) from error
 
 
 def fetch_checkpoint(name: str, root: Path) -> None:

@@ -1,5 +1,6 @@
-"""Lists the errors that Python raises for a damaged zip file."""
+"""Tells the errors that Python raises for a damaged zip file."""
 
+import errno
 import zipfile
 import zlib
 from importlib import import_module
@@ -22,3 +23,12 @@ def _errors_of_methods() -> list[type[Exception]]:
 ZIP_ERRORS = (zipfile.BadZipFile, *_errors_of_methods(), EOFError, RuntimeError)
 """The errors that `zipfile` raises for a damaged archive, depending on the damaged part. It raises
 RuntimeError if a method of compression is unknown, or if the archive seems to have a password."""
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Returns whether `zipfile` raised an OSError for another reason than a damaged archive.
+
+    For a damaged one, it may seek to a place before the archive, or take it for one of bzip2, whose
+    errors have no number.
+    """
+    return error.errno not in (errno.EINVAL, None)
