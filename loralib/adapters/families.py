@@ -131,10 +131,6 @@ class Family:
         of_head = {name for name in names if not in_backbone(name, (self.backbone,))}
         return next((kind for kind, head in self.heads.items() if head.is_of(of_head)), None)
 
-    def untied_in(self, names: Collection[str]) -> set[str]:
-        """Returns those names that the family ties to the backbone unless a file brings them."""
-        return {n for n, kept in self.tied.items() if n in names and kept.startswith(self.backbone)}
-
     def unused_by_head(self, names: Collection[str]) -> set[str]:
         """Returns the names in a head's module within the backbone, if the names form no head.
 

@@ -399,12 +399,6 @@ def _why_not_in_release(adapter: Adapter) -> str | None:
             return f"its metadata has {what}, which this format cannot record"
         if value and value not in _WITHOUT_EFFECT:
             return f"its LoRA is of the {what} {in_words(value)}, which this format cannot record"
-    # In a registered family, the names of the tensors show it.
-    if getattr(metadata, "separate", None) and family_of(adapter.tensors) is None:
-        return (
-            "its head has its own copy of a weight that the base's head shares with another "
-            "module (separate, as in PEFT), which this format cannot record"
-        )
     if getattr(metadata, "positions", None):
         return (
             "its LoRA reaches positions (lora_positions), but the release's does not, so it would "

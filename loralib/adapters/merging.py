@@ -16,8 +16,6 @@ from ..positions import unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
 from .adapted_weights import AdaptedWeight, adapted_modules
 from .adapter import Adapter
-from .families import family_of
-from .fingerprint import are_of_one_base, fingerprint_without
 
 
 @torch.no_grad()
@@ -86,40 +84,22 @@ def _merged(adapted: AdaptedWeight) -> Tensor:
 def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     """Returns the adapter's weights that are for one module alone, although the model shares them.
 
-    A weight that was shared in training is held under each of its names. Early adapters of our own
-    hold it under one, which their base's fingerprint shows, as it leaves the others out. PEFT's
-    adapters, and those whose metadata say so (`separate`), hold a separate weight for each module
-    that they name. So does one with a weight that its family ties to another, which is only held if
-    it is no longer tied.
+    A weight is for the modules that an adapter names. One that was shared in training is held under
+    each of its names.
 
     Returns:
         For the name of each such weight, the names of the others that share it in the model. The
         others do not get its values.
     """
-    untied = dict[str, tuple[str, ...]]()
-    family = family_of(adapter.tensors)
-    of_their_own = family.untied_in(adapter.tensors) if family else set()
     besides = adapter.besides
-    for name, others in shared_by(model, besides).items():
-        brought = [besides[other] for other in others if other in besides]
-        is_ours = not (adapter.format == "peft" or adapter.lora.separate or name in of_their_own)
-        if (is_ours and not brought and _were_shared(model, adapter)) or (
-            len(brought) == len(others)
-            and all(torch.equal(besides[name], each) for each in brought)
-        ):
-            continue
-        untied[name] = others
-    return untied
+    return {
+        name: others
+        for name, others in _shared_by(model, besides).items()
+        if not all(n in besides and torch.equal(besides[n], besides[name]) for n in others)
+    }
 
 
-def _were_shared(model: nn.Module, adapter: Adapter) -> bool:
-    """Returns whether an adapter's base shared what the model shares of the adapter's tensors."""
-    theirs = adapter.lora.base_fingerprint
-    ours = fingerprint_without(model, adapter.besides)
-    return theirs is not None and ours is not None and are_of_one_base(theirs, ours)
-
-
-def shared_by(model: nn.Module, besides: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+def _shared_by(model: nn.Module, besides: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """Returns, for each of an adapter's whole tensors, the names of others that it is in the model.
 
     Names within the tensor's own module are left out, unless the adapter has them as well.

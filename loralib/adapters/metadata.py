@@ -141,9 +141,6 @@ class LoraMetadata(AdapterMetadata):
             name. Only for stacked updates in models of no registered family.
         stacks: the full names of the updates of stacks of matrices, see loralib/experts.py, in the
             order in which the model has those stacks.
-        separate: True if tensors held besides LoRA belong to the named module alone, even if
-            modules of the base share them, as in PEFT. It is used in models of no registered
-            family, and for tensors that a family ties.
     """
 
     rank: int
@@ -160,7 +157,6 @@ class LoraMetadata(AdapterMetadata):
     embeddings: tuple[str, ...] | None = None
     slices: Mapping[str, tuple[bool, ...]] | None = None
     stacks: tuple[str, ...] | None = None
-    separate: bool | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
@@ -169,7 +165,6 @@ class LoraMetadata(AdapterMetadata):
             "variant": None if self.variant == "lora" else self.variant,
             "initialization": None if self.initialization == "default" else self.initialization,
             "freeze_A": None if self.freeze_A is False else self.freeze_A,
-            "separate": self.separate or None,
             "rank_pattern": _others(self.rank_pattern, self.rank),
             "alpha_pattern": _others(self.alpha_pattern, self.alpha),
             "embeddings": self.embeddings or None,
@@ -217,7 +212,6 @@ class LoraMetadata(AdapterMetadata):
             "alpha_pattern": _is_mapping(self.alpha_pattern, is_alpha),
             "initialization": self.initialization in (None, *INITIALIZATIONS),
             "freeze_A": isinstance(self.freeze_A, bool | None),
-            "separate": isinstance(self.separate, bool | None),
             "slices": _is_mapping(self.slices, _is_slices),
         }
 

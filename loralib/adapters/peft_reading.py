@@ -159,14 +159,7 @@ def _metadata_of(
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
         head=_head_of(config, tensors),
-        separate=bool(config.get("modules_to_save")) and _may_share(tensors),
     )
-
-
-def _may_share(tensors: Collection[str]) -> bool:
-    """Returns whether saved tensors may share weights in the base. A family says what it ties."""
-    family = family_of(tensors)
-    return family is None or bool(family.untied_in(tensors))
 
 
 def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:

@@ -57,7 +57,7 @@ _VERSION = "0.21.0"
 
 # Metadata that PEFT's settings cannot record, and that PEFT does not need.
 _NOT_IN_PEFT = (
-    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A", "separate"),
+    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A"),
 )
 
 

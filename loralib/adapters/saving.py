@@ -156,7 +156,6 @@ def _adapter_of(
         base_fingerprint=fingerprint_without(model, besides | untied),
         task=as_text("task", task, "mnli"),
         labels=None if labels is None else as_names("labels", labels),
-        separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
 

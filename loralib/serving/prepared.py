@@ -13,7 +13,6 @@ from ..adapters.checks import check_possible_base
 from ..adapters.deltas import PARTS, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import last_projection, possible_fingerprints
-from ..adapters.merging import shared_by, untied_by
 from ..adapters.metadata import default_labels
 from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
@@ -122,9 +121,6 @@ def _head_tensors(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
     adapted = lora_pairs(adapter.tensors, adapter.source)
     parts = {f"{module}.{part}" for module in adapted for part in PARTS}
     rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in parts}
-    apart = untied_by(model, adapter)
-    for name, others in shared_by(model, rest).items():
-        rest = {other: rest[name] for other in others if name not in apart} | rest
     for name in rest:
         if LORA.part in name or in_known_backbone(name):
             raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")

@@ -12,7 +12,6 @@ _REACHED = {
     True: "updated by LoRA, as in PEFT",
     False: "not updated by LoRA, as in the release",
 }
-_SEPARATE = "weights besides LoRA are stored for each module, even where the base shares them"
 
 
 def describe(adapter: Adapter) -> dict[str, str]:
@@ -36,7 +35,6 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "slices": _updated(metadata.slices),
         "dropout": metadata.dropout,
         "biases": metadata.bias,
-        "separate": _SEPARATE if metadata.separate else None,
         "positions": None if metadata.positions is None else _REACHED[metadata.positions],
         "parameters": f"{lora:,} of LoRA, {others:,} others",
         "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",

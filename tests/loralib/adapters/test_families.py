@@ -76,13 +76,6 @@ def lora_of(module):
     return Adapter({**halves, "classifier.bias": torch.ones(2)}, None, "a")
 
 
-def test_untied_in_finds_tensors_that_are_tied_to_the_backbone():
-    """Not those that are tied within the head."""
-    family = family_of(MODULES["roberta"])
-    names = {"lm_head.decoder.weight", "lm_head.decoder.bias", "lm_head.bias"}
-    assert family.untied_in(names) == {"lm_head.decoder.weight"}
-
-
 def test_earlier_names_become_canonical_under_any_prefix():
     tensors = {"body.0.query_lora_a.weight": torch.ones(2, 4)}
     assert canonical_names(tensors, "a").keys() == {"body.0.query_proj.lora_A"}

@@ -14,7 +14,6 @@ import loralib as lora
 from loralib.adapters.adapted_weights import adapted_modules
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.deltas import deltas_of
-from loralib.adapters.fingerprint import fingerprint_without
 from loralib.adapters.merging import merge_into
 from loralib.adapters.metadata import LoraMetadata
 
@@ -293,34 +292,27 @@ class TwoNames(nn.Module):
         self.bias = self.decoder.bias
 
 
-FOR_ONE_MODULE = {"format": "peft"}, {"metadata": replace(INFO, separate=True)}
-
-
-@pytest.mark.parametrize("settings", [{}, *FOR_ONE_MODULE], ids=str)
 @pytest.mark.parametrize("second", [None, 2.0])
-def test_a_second_name_gets_the_first_one_s_value_unless_the_adapter_has_another(settings, second):
+def test_a_second_name_gets_the_first_one_s_value_unless_the_adapter_has_another(second):
     model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": TwoNames()})
     brought = {} if second is None else {"head__decoder__bias": torch.full((2,), second)}
     adapter = adapter_for("query", *pair(4, 4), **brought, head__bias=torch.ones(2))
-    merge_into(model, replace(adapter, **settings))
+    merge_into(model, adapter)
     assert model["head"].bias.tolist() == [1, 1]
     assert model["head"].decoder.bias.tolist() == [second or 1] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, *FOR_ONE_MODULE, None], ids=str)
-def test_a_weight_that_modules_share_may_be_for_one_of_them_alone(settings):
-    """An adapter that holds it once has it for all if its base's fingerprint leaves out both."""
+@pytest.mark.parametrize("names", ["head", "other", "head other"])
+def test_a_weight_that_modules_share_is_for_those_that_the_adapter_names(names):
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "head", "other")})
     model["other"].weight = model["head"].weight
-    before, is_shared = model["other"].weight.tolist(), settings is None
-    if is_shared:
-        base = fingerprint_without(model, ["head.weight"])
-        settings = {"metadata": replace(INFO, base_fingerprint=base)}
-    adapter = adapter_for("query", *pair(4, 4), head__weight=torch.ones(4, 4))
-    merge_into(model, replace(adapter, **settings))
-    assert model["head"].weight.tolist() == torch.ones(4, 4).tolist()
-    assert (model["other"].weight is model["head"].weight) == is_shared
-    assert (model["other"].weight.tolist() == before) != is_shared
+    before, named = model["other"].weight.tolist(), names.split()
+    brought = {f"{name}__weight": torch.ones(4, 4) for name in named}
+    merge_into(model, adapter_for("query", *pair(4, 4), **brought))
+    for name in ("head", "other"):
+        assert (model[name].weight == 1).all() if name in named else True
+        assert (model[name].weight.tolist() == before) == (name not in named)
+    assert (model["other"].weight is model["head"].weight) == (len(named) == 2)
 
 
 def test_a_head_without_values_is_refused():

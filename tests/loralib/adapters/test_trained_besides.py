@@ -14,12 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import loralib as lora
-from loralib.adapters.adapter import Adapter
-from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.formats import read_adapter
 from loralib.adapters.merging import merge_into
-from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.saving import adapter_of
-from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.errors import CheckpointError
 from loralib.trained import note_trained, noted
 
 HEAD = CASES["head"]
@@ -155,17 +153,6 @@ def test_a_weight_that_was_not_tied_in_training_is_its_module_s_alone(tmp_path, 
         assert "last.weight no longer shares its weight with words.weight" in caplog.text
     with torch.no_grad(), bank.use("a") if way == "bank" else nullcontext():
         torch.testing.assert_close(model(IDS), own(IDS), rtol=1e-4, atol=1e-5)
-
-
-def test_separate_weights_need_a_format_that_records_them(tmp_path):
-    """A module that PEFT saves has its own weight there, even if the base has a tied one."""
-    tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
-    metadata = LoraMetadata(rank=2, alpha=2, targets=("up",), separate=True)
-    adapter = Adapter({**tensors, "last.weight": torch.ones(9, 6)}, metadata)
-    with pytest.raises(NeedsMergingError, match=r"\(separate, as in PEFT\), which this format"):
-        write_adapter(tmp_path / "a.bin", adapter)
-    write_adapter(tmp_path / "a.safetensors", adapter)
-    assert read_adapter(tmp_path / "a.safetensors").lora.separate
 
 
 # ---- wrapped ----

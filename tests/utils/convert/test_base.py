@@ -124,7 +124,6 @@ def test_info_lists_all_that_metadata_hold():
         rank_pattern=dict.fromkeys(reversed(layers), 4),
         initialization="pissa",
         slices={name: (i < 2, True, False) for i, name in enumerate(layers)},
-        separate=True,
     )
     described = describe(Adapter(tensors, metadata, format="lora"))
     assert described == {
@@ -137,8 +136,6 @@ def test_info_lists_all_that_metadata_hold():
         "slices": "attn.c_attn no, yes, no; attn.c_attn yes, yes, no",
         "dropout": "0.1",
         "biases": "all",
-        "separate": "weights besides LoRA are stored for each module, even where the base shares "
-        "them",
         "positions": "updated by LoRA, as in PEFT",
         "parameters": "400 of LoRA, 409,600 others",
         "size": "1.56 MiB",
