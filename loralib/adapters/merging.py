@@ -44,7 +44,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
         if reason := unknown_layout(adapted.module, adapted.weight):
             raise CheckpointError(f"{adapter.source}: {name} is {reason}")
-    others, base, apart = adapter.besides, _named_tensors(model), untied_by(model, adapter)
+    others, base = adapter.besides, _named_tensors(model)
     check_there(tensors_of(model, others), "an adapter is merged")
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
@@ -61,6 +61,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         unshare_positions(model, modules)
     for adapted in modules.values():
         setattr(adapted.module, adapted.name, _like(adapted.weight, _merged(adapted)))
+    apart = untied_by(model, adapter)
     for name, tensor in others.items():
         new = _like(base[name], tensor.to(base[name], copy=True))
         for place in (other for other in base if base[other] is base[name]):
