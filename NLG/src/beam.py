@@ -135,11 +135,11 @@ class _Search:
         best_text, best_length: (prompts, eval_len) and (prompts,), the tokens with that score and
             their number.
         lengths: (prompts,), the lengths of the prompts.
-        places: (prompts,), each prompt's index in the batch that was given.
+        places: each prompt's index in the batch that was given.
         found: the generated tokens of prompts whose search is over, by place.
     """
 
-    _PER_PROMPT = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
+    _PER_PROMPT = ("sums", "history", "best_score", "best_text", "best_length", "lengths")
 
     def __init__(
         self, model: GPT2LMModel, prompts: Sequence[Sequence[int]], settings: BeamSettings
@@ -151,7 +151,7 @@ class _Search:
         self.ends = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=device)
         self.ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self.places = torch.arange(count, device=device)
+        self.places = list(range(count))
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.sums = torch.zeros(count, 1, dtype=wide, device=device)
         self.history = torch.zeros(count, 1, 0, dtype=torch.int64, device=device)
@@ -169,13 +169,13 @@ class _Search:
             self._close()
             if self._should_read():
                 self._drop_finished()
-            if not len(self.places):
+            if not self.places:
                 return [self.found[place] for place in range(len(self.found))]
             logits = self._read_last_tokens()
 
     def _read_prompts(self) -> Tensor:
         """Fills the cache; returns the logits after each prompt, (prompts, 1, vocabulary)."""
-        ids = torch.nn.utils.rnn.pad_sequence(self.ids, batch_first=True).to(self.places.device)
+        ids = torch.nn.utils.rnn.pad_sequence(self.ids, batch_first=True).to(self.lengths.device)
         rows = PackedRows.from_lengths([len(prompt) for prompt in self.ids]).to(ids.device).routed()
         last = rows.first + self.lengths - 1
         reading = self.cache.reading(rows)
@@ -186,8 +186,8 @@ class _Search:
         """Returns the logits after each beam's last token, (prompts, beams, vocabulary)."""
         count, beams, length = self.history.shape
         if is_by_row():  # a prompt whose search is over has no tokens any more
-            tokens = torch.bincount(self.places, minlength=len(self.ids)) * beams
-            note_tokens(tokens.tolist())
+            open_ones = {*self.places}
+            note_tokens([beams if place in open_ones else 0 for place in range(len(self.ids))])
         positions = (self.lengths + length - 1).repeat_interleave(beams)
         growing = self.cache.growing()
         hidden = self.model.transformer(self.history[..., -1].flatten(), positions, growing)
@@ -225,7 +225,7 @@ class _Search:
         over goes on computing, which does not change its result.
         """
         is_last = self.history.shape[2] == self.settings.eval_len
-        return is_last or self.cache.is_full or self.places.device.type == "cpu"
+        return is_last or self.cache.is_full or self.lengths.device.type == "cpu"
 
     def _drop_finished(self) -> None:
         """Drops finished prompts from the batch if that is worth copying the cache."""
@@ -244,11 +244,9 @@ class _Search:
             return
         if any(over):
             self._store_best(over)
-        kept = torch.tensor(
-            [row for row in range(count) if not over[row]],
-            dtype=torch.int64,
-            device=self.places.device,
-        )
+        rows = [row for row in range(count) if not over[row]]
+        self.places = [self.places[row] for row in rows]
+        kept = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
         for name in self._PER_PROMPT:
             setattr(self, name, getattr(self, name)[kept])
         if len(kept):
@@ -256,8 +254,9 @@ class _Search:
 
     def _store_best(self, over: list[bool]) -> None:
         """Copies the best texts of searches that are over into `found`."""
-        columns = (self.places, self.best_text, self.best_length)
-        rows = zip(over, *(column.tolist() for column in columns), strict=True)
+        rows = zip(
+            over, self.places, self.best_text.tolist(), self.best_length.tolist(), strict=True
+        )
         for is_over, place, text, size in rows:
             if is_over:
                 self.found[place] = text[:size]

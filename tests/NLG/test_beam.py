@@ -300,7 +300,7 @@ def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch
 
     def check(self) -> None:
         nonlocal checked
-        prompts = [PROMPTS[place] for place in self.places.tolist()]
+        prompts = [PROMPTS[place] for place in self.places]
         history = self.history[..., :-1]  # the last tokens have not been read
         for row, column, tokens in chains(prompts, history):
             seen = self.cache.seen[row, column]
