@@ -85,8 +85,8 @@ def _merged(adapted: AdaptedWeight) -> Tensor:
 def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     """Returns the adapter's weights that are for one module alone, although the model shares them.
 
-    A weight is for the modules that an adapter names. One that was shared in training is held under
-    each of its names.
+    A weight is for the modules that an adapter names; a trained one that modules shared is held
+    under each of its names. A buffer goes along with the module that has it, and stays shared.
 
     Returns:
         For the name of each such weight, the names of the others that share it in the model. The
@@ -96,18 +96,20 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     return {
         name: others
         for name, others in _shared_by(model, besides).items()
-        if not all(n in besides and torch.equal(besides[n], besides[name]) for n in others)
+        if not all(
+            other in besides and torch.equal(besides[other], besides[name]) for other in others
+        )
     }
 
 
 def _shared_by(model: nn.Module, besides: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Returns, for each of an adapter's whole tensors, the names of others that it is in the model.
+    """Returns, for each of an adapter's whole weights, the names of others that it is in the model.
 
     Names within the tensor's own module are left out, unless the adapter has them as well.
     """
     base, first = _named_tensors(model), first_names(model)
     shared = dict[str, tuple[str, ...]]()
-    for name in filter(base.__contains__, besides):
+    for name in (name for name in besides if isinstance(base.get(name), nn.Parameter)):
         # By the first name of each module: a module that is used twice shares nothing with itself.
         sharing = {_in_module(other, first): other for other in base if base[other] is base[name]}
         shared[name] = tuple(

@@ -155,6 +155,28 @@ def test_a_weight_that_was_not_tied_in_training_is_its_module_s_alone(tmp_path, 
         torch.testing.assert_close(model(IDS), own(IDS), rtol=1e-4, atol=1e-5)
 
 
+class SharedBuffers(nn.Module):
+    """Two modules with the same buffers, of which one is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head, self.other = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+        for name, buffer in {"scale": torch.ones(2), "order": torch.tensor([1, 0])}.items():
+            self.head.register_buffer(name, buffer)
+            self.other.register_buffer(name, buffer)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a"])
+def test_buffers_that_modules_share_stay_shared_buffers(tmp_path, name):
+    own, model = SharedBuffers(), SharedBuffers()
+    model.load_state_dict(own.state_dict())
+    lora.add_lora(own, "up", r=2, lora_alpha=2, modules_to_train="head")
+    lora.save_adapter(own, tmp_path / name)
+    lora.load_adapter(model, tmp_path / name, lora_alpha=2)
+    for buffer in ("scale", "order"):
+        assert model.head._buffers[buffer] is model.other._buffers[buffer]
+
+
 # ---- wrapped ----
 
 
