@@ -30,8 +30,9 @@ class DeviceDelta:
         moved = adapted.delta.to(weight.device, copy=True)
         self._delta = moved.with_gain(out_in(adapted.module, weight))
         self._cast: dict[torch.dtype, Delta] = {}
-        if weight.is_floating_point():
-            self._in(weight.dtype)  # now, because in a compiled model the result would be a graph's
+        if weight.dtype in (torch.float16, torch.bfloat16):
+            # Now, because in a compiled model the result would be its graph's.
+            self._in(weight.dtype)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Turns `out`, the module's output for x, into the adapted one, in place.

@@ -53,7 +53,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     modules = adapted_modules(model, adapter)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
-    tensors = _head_tensors(model, adapter)
+    tensors = _head_tensors(adapter)
     check_there(tensors_of(model, tensors), "it gets an adapter")
     known = [base_fingerprint] if base_fingerprint else None
     check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
@@ -112,8 +112,8 @@ def _check_metadata(adapter: Adapter) -> None:
         raise NeedsMergingError(source, f"was trained with {switches} as well")
 
 
-def _head_tensors(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
-    """Returns an adapter's tensors that belong to its head, under each name that they are for.
+def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """Returns an adapter's tensors that belong to its head.
 
     Raises:
         CheckpointError: a tensor besides LoRA belongs to the backbone, or the head itself has LoRA.
