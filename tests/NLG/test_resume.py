@@ -245,7 +245,9 @@ def test_a_run_of_three_processes_with_one_killed_ends_bit_exact(
     assert result.returncode != 0
     assert (tmp_path / "whole" / "model.10.pt").is_file()
     state = torch.load(tmp_path / "killed" / "resume.pt", weights_only=True)
-    assert (state["step"], state["finished"]) == (4, False)
+    # Process 1 may die before process 0, for which it does not wait, has written step 4.
+    assert state["step"] in (2, 4)
+    assert not state["finished"]
     generators = [state["rng_state"][rank]["torch"].numpy().tobytes() for rank in range(3)]
     assert len(set(generators)) == 3
 
@@ -254,7 +256,7 @@ def test_a_run_of_three_processes_with_one_killed_ends_bit_exact(
 
     result = launch_tiny("torch.distributed.run", [*killed, "--resume"], processes=3)
     assert result.returncode == 0, result.stderr
-    assert "resume.pt, step 4\n" in result.stderr
+    assert f"resume.pt, step {state['step']}\n" in result.stderr
     assert result_of(tmp_path / "killed") == result_of(tmp_path / "whole")
 
 
