@@ -208,7 +208,7 @@ class _Search:
         closed = torch.isin(self.history[..., -1], self.ends)
         if length == settings.eval_len:
             closed.fill_(True)
-        score = self.sums.double() / length**settings.length_penalty
+        score = self._score(self.sums, length)
         score, beam = score.masked_fill(~closed, _NEVER).max(dim=1)
         # NaN is kept, because `_drop_finished` reports it.
         better = (score > self.best_score) | score.isnan()
@@ -217,6 +217,11 @@ class _Search:
         self.best_length.masked_fill_(better, length)
         self.best_text[:, :length] = torch.where(better[:, None], text, self.best_text[:, :length])
         self.sums.masked_fill_(closed, _NEVER)
+
+    def _score(self, sums: Tensor, length: int) -> Tensor:
+        """Returns the scores of texts of this length, see `BeamSettings.length_penalty`."""
+        # A power of integers may be larger than any that PyTorch takes.
+        return sums.double() / float(length) ** self.settings.length_penalty
 
     def _should_read(self) -> bool:
         """Returns whether to find out now which searches are over; the CPU waits for the device.
@@ -231,7 +236,7 @@ class _Search:
         """Drops finished prompts from the batch if that is worth copying the cache."""
         length, settings = self.history.shape[2], self.settings
         reached = settings.eval_len if settings.length_penalty >= 0 else length + 1
-        hope = self.sums.amax(dim=1).double() / reached**settings.length_penalty
+        hope = self._score(self.sums.amax(dim=1), reached)
         pairs = torch.stack([self.best_score, hope], dim=1).tolist()
         if any(map(math.isnan, itertools.chain(*pairs))):
             raise ValueError(

@@ -124,7 +124,7 @@ def best_of(texts: list[tuple[float, list[int]]], length_penalty: float) -> list
     return max(texts, key=lambda text: text[0] / len(text[1]) ** length_penalty)[1]
 
 
-LENGTH_PENALTIES = (0, 0.8, 1.5, -1)
+LENGTH_PENALTIES = (0, 0.8, 1.5, -1, 50)
 
 
 def first_is_fast(*values):
