@@ -71,19 +71,9 @@ def forget_weights(model: nn.Module, owners: Iterable[nn.Module]) -> None:
             del record[name]
 
 
-def note_untied(module: nn.Module, others: Iterable[str]) -> None:
-    """Notes that an adapter has given a module its own weight in place of a tied one.
-
-    Args:
-        module: the module.
-        others: the names of the tied weight in the modules that still have it.
-    """
-    vars(module)[_UNTIED] = {*vars(module).get(_UNTIED, ()), *others}
-
-
-def untied_from(model: nn.Module) -> set[str]:
-    """Returns the names of the tied weights that modules had before adapters untied them."""
-    return {name for module in model.modules() for name in vars(module).get(_UNTIED, ())}
+def note_untied(module: nn.Module) -> None:
+    """Notes that an adapter has given a module its own weight in place of a tied one."""
+    vars(module)[_UNTIED] = True
 
 
 def is_untied(module: nn.Module) -> bool:

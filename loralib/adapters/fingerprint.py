@@ -180,7 +180,8 @@ def possible_fingerprints(
 
     - all tensors except those of top-level modules that have the last projection, or tensors that
       the adapter brings besides LoRA, and that have no adapted modules,
-    - all tensors except those that the adapter brings,
+    - all tensors except those that the adapter brings and those that are tied to them,
+    - all tensors except those that the adapter brings, as in a base that does not tie them,
     - only the top-level modules with adapted modules,
     - all tensors.
 
@@ -200,10 +201,12 @@ def possible_fingerprints(
     parts = [
         [name for name in state if name.partition(".")[0] not in heads],
         [name for name in state if name not in replaced],
+        [name for name in state if name not in brought],
         [name for name in state if name.partition(".")[0] in tops],
         [*state],
     ]
-    found = [fingerprint({name: state[name] for name in names}) for names in parts]
+    different = dict.fromkeys(map(tuple, parts))
+    found = [fingerprint({name: state[name] for name in names}) for names in different]
     return [each for each in dict.fromkeys(found) if each != fingerprint({})]
 
 

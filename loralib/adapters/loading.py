@@ -479,7 +479,7 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
             )
             own = nn.Parameter(torch.empty_like(own))
             setattr(model.get_submodule(owner), last, own)
-            note_untied(model.get_submodule(owner), untied[name])
+            note_untied(model.get_submodule(owner))
         own.copy_(tensor)
         if LORA.part not in name and isinstance(own, nn.Parameter):
             own.requires_grad = True

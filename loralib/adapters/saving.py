@@ -29,7 +29,7 @@ from ..module_names import first_names, other_places
 from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..steps import was_trained_along
 from ..text import counted, in_short
-from ..trained import noted, untied_from
+from ..trained import noted
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
 from .adapter import LORA, Adapter, base_biases, bias_of
@@ -137,7 +137,7 @@ def _adapter_of(
     state = model.state_dict()
     _check_layers(layers)
     _check_names(model, layers, state)
-    besides, untied = _trained_besides(model, state), untied_from(model)
+    besides = _trained_besides(model, state)
     check_there(weights_with_updates(model, but_for=QuantizedLayer), "it is saved")
     check_there(tensors_of(model, besides), "it is saved")
     check_gathered(tensors_of(model, besides), "it is saved")
@@ -153,7 +153,7 @@ def _adapter_of(
         dropout=max(map(dropout_of, layers.values())) or None,
         bias=bias_of(tensors),
         base=as_text("base", base, "roberta-base") or _name_in_config(model),
-        base_fingerprint=fingerprint_without(model, besides | untied),
+        base_fingerprint=fingerprint_without(model, besides),
         task=as_text("task", task, "mnli"),
         labels=None if labels is None else as_names("labels", labels),
     )

@@ -134,10 +134,13 @@ def test_a_tied_weight_is_saved_under_all_of_its_names(tmp_path, format):
 
 @pytest.mark.parametrize("way", ["load", "merge", "bank"])
 @pytest.mark.parametrize("file", ["a.safetensors", "a.bin"])
-def test_a_weight_that_was_not_tied_in_training_is_its_module_s_alone(tmp_path, file, way, caplog):
+@pytest.mark.parametrize(("trained", "other"), [("last", "words"), ("words", "last")])
+def test_a_weight_that_was_not_tied_in_training_is_its_module_s_alone(
+    tmp_path, trained, other, file, way, caplog
+):
     own, model = tied(), tied()
     own.last.weight = nn.Parameter(own.last.weight.detach().clone())
-    lora.add_lora(own, "up", r=2, lora_alpha=2, modules_to_train="last")
+    lora.add_lora(own, "up", r=2, lora_alpha=2, modules_to_train=trained)
     for parameter in own.parameters():
         parameter.data += torch.rand_like(parameter) * parameter.requires_grad
     lora.save_adapter(own, tmp_path / file)
@@ -145,12 +148,15 @@ def test_a_weight_that_was_not_tied_in_training_is_its_module_s_alone(tmp_path, 
     if way == "bank":
         bank = lora.AdapterBank(model)
         bank.add("a", adapter)
-        assert bank._adapters["a"].heads.keys() == {"last"}
+        assert bank._adapters["a"].heads.keys() == {trained}
     elif way == "merge":
         merge_into(model, adapter)
     else:
         lora.load_adapter(model, tmp_path / file, lora_alpha=2)
-        assert "last.weight no longer shares its weight with words.weight" in caplog.text
+        warning = f"{trained}.weight no longer shares its weight with {other}.weight"
+        assert warning in caplog.text
+        fingerprints = [adapter_of(each).lora.base_fingerprint for each in (model, own)]
+        assert fingerprints[0] == fingerprints[1]
     with torch.no_grad(), bank.use("a") if way == "bank" else nullcontext():
         torch.testing.assert_close(model(IDS), own(IDS), rtol=1e-4, atol=1e-5)
 
