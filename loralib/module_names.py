@@ -13,6 +13,16 @@ def joined(owner: str, last: str) -> str:
     return f"{owner}.{last}" if owner else last
 
 
+def owner_of(tensor: str) -> str:
+    """Returns the name of the module that has a tensor; a parametrization's has all of its tensors.
+
+    For example ``head.parametrizations.weight`` for the vectors of a spectral norm, which are in a
+    module inside it.
+    """
+    of_parametrization = re.match(r"(.*\bparametrizations\.[^.]+)\.", tensor)
+    return of_parametrization[1] if of_parametrization else tensor.rpartition(".")[0]
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """Maps every name of a model's modules to that module's first name, in the model's order.
 

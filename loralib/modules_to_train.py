@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .inject_checks import WITHOUT_SHAPE, own_parameters
 from .model_checks import DTYPES, DTYPES_OF_BUFFERS
+from .module_names import owner_of
 from .targets import Target, matches
 from .tensor_kinds import has_own_dispatch, is_dense, unreadable
 from .text import module_label
@@ -116,9 +117,9 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
             raise _not_held(
                 trained, name, reason, "make the parameter a buffer with persistent=False"
             )
-    owners = {name.rpartition(".")[0] for name in parameters}
+    owners = set(map(owner_of, parameters))
     for name, tensor in part.state_dict().items():
-        if name in parameters or name.rpartition(".")[0] not in owners:
+        if name in parameters or owner_of(name) not in owners:
             continue
         if not isinstance(tensor, Tensor):
             reason = f"not a tensor (its get_extra_state gives a {type(tensor).__name__})"

@@ -128,6 +128,7 @@ MODULES = {
     "modules_to_train": {
         "inject_checks",
         "model_checks",
+        "module_names",
         "targets",
         "tensor_kinds",
         "text",

@@ -210,8 +210,8 @@ def lora_modules(tensors: Iterable[str]) -> set[str]:
 def base_biases(tensors: Iterable[str]) -> set[str]:
     """Returns those names of a LoRA adapter's tensors that are biases of the base.
 
-    If the model belongs to no registered family, a bias is the head's if a weight comes with it:
-    the weight of the same module, or one in a submodule, as in a masked-language model's lm_head. A
+    If the model belongs to no registered family, a bias is the head's if other tensors come with
+    it: those of the same module, or of a submodule, as in a masked-language model's lm_head. A
     module with LoRA in it is no head. All other biases are the base's.
     """
     names = set(tensors)
@@ -219,19 +219,22 @@ def base_biases(tensors: Iterable[str]) -> set[str]:
     biases = {name for name in names if name.endswith(ends) and LORA.part not in name}
     if any(in_known_backbone(name) for name in names):
         return {name for name in biases if in_known_backbone(name)}
-    weights = {name for name in names if name.endswith("weight") and LORA.part not in name}
-    return {name for name in biases if not _is_of_head(name, weights, names)}
+    rest = {name for name in names - biases if LORA.part not in name}
+    return {name for name in biases if not _is_of_head(name, rest, names)}
 
 
-def _is_of_head(bias: str, weights: Collection[str], names: Collection[str]) -> bool:
-    """Returns whether a bias belongs to one of these weights, given all of an adapter's names."""
+def _is_of_head(bias: str, rest: Collection[str], names: Collection[str]) -> bool:
+    """Returns whether a bias belongs to a head, given all of an adapter's names.
+
+    `rest` are the names of tensors that are neither LoRA's nor biases.
+    """
     start = bias.rpartition("bias")[0]
-    if f"{start}weight" in weights:
+    if f"{start}weight" in rest:
         return True
     # A container with LoRA in it is the base's, even if it also has a trained head in it.
     if not bias.endswith(".bias") or any(n.startswith(start) and LORA.part in n for n in names):
         return False
-    return any(weight.startswith(start) for weight in weights)
+    return any(name.startswith(start) for name in rest)
 
 
 def lora_metadata(tensors: Collection[str], rank: int, alpha: float) -> LoraMetadata:

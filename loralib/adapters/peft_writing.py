@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
-from ..module_names import layer_of
+from ..module_names import layer_of, owner_of
 from ..stacks import stack_of_layer
 from .adapter import Adapter, base_biases, lora_modules
 from .checksums import with_checksum
@@ -405,7 +405,8 @@ def _saved_modules(adapter: Adapter) -> set[str]:
     as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
     return {
         next(
-            (module for module in as_one if name.startswith(f"{module}.")), name.rpartition(".")[0]
+            (module for module in as_one if name.startswith(f"{module}.")),
+            owner_of(name).partition(".parametrizations.")[0],
         )
         for name in adapter.besides.keys() - base_biases(adapter.tensors)
     }

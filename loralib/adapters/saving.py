@@ -25,7 +25,7 @@ from ..model_checks import (
     tensors_of,
     weights_with_updates,
 )
-from ..module_names import first_names, other_places
+from ..module_names import first_names, other_places, owner_of
 from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..steps import was_trained_along
 from ..text import counted, in_short
@@ -229,10 +229,8 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
     meant = {id(p) for name, p in parameters.items() if p.requires_grad or name in earlier}
     trained = {name for name, p in parameters.items() if id(p) in meant}
     biases = base_biases(trained)
-    owners = {name.rpartition(".")[0] for name in trained - biases}
-    return biases | {
-        name for name in state if name.rpartition(".")[0] in owners and LORA.part not in name
-    }
+    owners = set(map(owner_of, trained - biases))
+    return biases | {name for name in state if owner_of(name) in owners and LORA.part not in name}
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -25,6 +25,8 @@ from loralib.io.tensors import read_tensors, write_tensors
         ((), {"a.bias", "a.k_bias_k"}),
         (("a.weight",), {"a.k_bias_k"}),  # a.bias is of a head with one layer
         (("a.dense.weight", "a.norm.weight"), {"a.k_bias_k"}),  # a head that ends in a bias
+        (("a.gain",), {"a.k_bias_k"}),
+        (("a.parametrizations.weight.original0",), {"a.k_bias_k"}),
         (("a.dense.lora_A", "a.dense.lora_B"), {"a.bias", "a.k_bias_k"}),
         (("a.x.lora_A", "a.out.weight"), {"a.bias", "a.k_bias_k"}),  # a base with a head in it
         (("ab.weight",), {"a.bias", "a.k_bias_k"}),

@@ -112,10 +112,11 @@ def test_lora_state_dict_of_any_model_can_be_read_and_converted(tmp_path, bias, 
     assert again.metadata == adapter.metadata
 
 
+@pytest.mark.parametrize("weight", ["weight", "gain", "parametrizations.weight.original0"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_heads_bias_is_not_taken_for_a_bias_of_the_base(tmp_path, format):
+def test_a_heads_bias_is_not_taken_for_a_bias_of_the_base(tmp_path, format, weight):
     """A bias whose weight is in the file too belongs to a head."""
-    head = {"head.weight": drawn(3, 4), "head.bias": drawn(3)}
+    head = {f"head.{weight}": drawn(3, 4), "head.bias": drawn(3)}
     tensors = {**lora.lora_state_dict(user_model()), **head}
     torch.save(tensors, tmp_path / "lora.pt")
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
