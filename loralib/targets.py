@@ -9,8 +9,8 @@ applies to all that it matches.
 "q_proj"                          every module whose name ends in it, at a dot
 "attention.*.dense"               a glob over the end of the name
 re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete name
-"all-linear"                      every linear layer in numbered layers, such as layers.0.mlp.up; in
-                                  a model without these, all but the last, which is its head
+"all-linear"                      every linear layer in numbered layers, such as layers.0.mlp.up; if
+                                  most are outside of these, all but the last, which is the head
 """
 
 import difflib
@@ -341,13 +341,13 @@ def _owners(name: str) -> list[str]:
 def all_linear(model: nn.Module) -> list[str]:
     """Returns the names of a model's linear layers, without the head's.
 
-    These are the ones within a numbered layer, as in ``layers.0.mlp.up``; in a model without
-    numbered layers, all but the last, see `guessed_head`. An attention is among them if its
-    out_proj is, as it is if it is itself a numbered layer.
+    These are the ones within a numbered layer, as in ``layers.0.mlp.up``. If there are none, or
+    more outside of numbered layers, as in a model in which only the head has such layers, these are
+    all but the last, see `guessed_head`. An attention is among them if its out_proj is, as it is if
+    it is itself a numbered layer.
     """
     names = _linear_names(model)
-    within = {name for name in names if _is_within_layer(name)}
-    return [name for name in names if {name, f"{name}.out_proj"} & within] or names[:-1]
+    return _within_layers(names) or names[:-1]
 
 
 def guessed_head(model: nn.Module) -> str | None:
@@ -357,7 +357,7 @@ def guessed_head(model: nn.Module) -> str | None:
     a model without linear layers.
     """
     names = _linear_names(model)
-    return None if not names or any(map(_is_within_layer, names)) else names[-1]
+    return None if not names or _within_layers(names) else names[-1]
 
 
 def foreign_linear(
@@ -373,7 +373,7 @@ def foreign_linear(
     with_stacks = set(map(_owner, stacks.values()))
     left_out = _left_out(Names([*modules, *stacks], stacks), exclude, layers)
     excluded = {modules[name] for name in left_out if name in modules}
-    is_layered = any(map(_is_within_layer, _linear_names(model)))
+    is_layered = bool(_within_layers(_linear_names(model)))
     return [
         name
         for name in dict.fromkeys(modules.values())
@@ -394,6 +394,13 @@ def _is_foreign_linear(module: nn.Module) -> bool:
 
 def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and is_linear(module)]
+
+
+def _within_layers(names: list[str]) -> list[str]:
+    """Returns which linear layers are within numbered layers; none if most are outside of these."""
+    within = {name for name in names if _is_within_layer(name)}
+    found = [name for name in names if {name, f"{name}.out_proj"} & within]
+    return found if 2 * len(found) >= len(names) else []
 
 
 def _is_within_layer(name: str) -> bool:

@@ -186,8 +186,20 @@ def test_which_layer_is_taken_for_the_head():
     layers = {"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
     assert guessed_head(nn.ModuleDict(layers)) == "last"
     assert guessed_head(nn.ModuleDict({"norm": nn.LayerNorm(2)})) is None
-    numbered = nn.ModuleDict({**layers, "blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)))})
-    assert guessed_head(numbered) is None
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
+    assert guessed_head(nn.ModuleDict({**layers, "blocks": blocks})) is None
+
+
+def test_numbered_layers_in_the_head_alone_are_not_taken_for_all_layers():
+    """As in GANDALF of pytorch_tabular, whose backbone has its linear layers in lists."""
+    backbone = nn.ModuleDict(
+        {name: nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for name in ("a", "b")}
+    )
+    head = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 1)))
+    model = nn.ModuleDict({"backbone": backbone, "head": head})
+    lists = ["backbone.a.0", "backbone.a.1", "backbone.b.0", "backbone.b.1"]
+    assert find(model, "all-linear") == [*lists, "head.0.0"]
+    assert guessed_head(model) == "head.1.0"
 
 
 def test_names_that_end_in_a_number_are_suggested_but_not_bare_numbers(model):
