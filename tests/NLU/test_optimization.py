@@ -61,11 +61,25 @@ def test_a_schedule_by_its_name_has_the_defaults(kind):
             schedule.step()
 
 
-def test_a_final_rate_above_the_learning_rate_is_refused():
+@pytest.mark.parametrize("end", [0.3, 0.5])
+def test_a_final_rate_that_is_not_below_the_learning_rate_is_refused(end):
     with pytest.raises(
-        ValueError, match=r"ends at 0\.5, which is not below the learning rate 0\.3"
+        ValueError, match=rf"ends at {end}, which is not below the learning rate 0\.3"
     ):
-        optimization.get_polynomial_decay_schedule_with_warmup(optimizer_of(), 1, 9, lr_end=0.5)
+        optimization.get_polynomial_decay_schedule_with_warmup(optimizer_of(0.3), 1, 9, lr_end=end)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "missing"),
+    [
+        ("linear", {"num_training_steps": 9}, "num_warmup_steps"),
+        ("constant_with_warmup", {}, "num_warmup_steps"),
+        ("linear", {"num_warmup_steps": 0}, "num_training_steps"),
+    ],
+)
+def test_a_schedule_without_the_steps_that_it_needs_is_refused(kind, given, missing):
+    with pytest.raises(ValueError, match=f"^the {kind} schedule needs {missing}$"):
+        get_scheduler(kind, optimizer_of(), **given)
 
 
 # ---- Adafactor ----
