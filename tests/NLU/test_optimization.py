@@ -61,6 +61,16 @@ def test_a_schedule_by_its_name_has_the_defaults(kind):
             schedule.step()
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+def test_a_run_of_one_step_has_the_full_rate(kind):
+    optimizer = optimizer_of()
+    schedule = get_scheduler(kind, optimizer, num_warmup_steps=0, num_training_steps=1)
+    assert schedule.get_last_lr() == pytest.approx([maker.PEAK], rel=1e-12)
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.0], abs=2e-7)  # the polynomial's lr_end
+
+
 @pytest.mark.parametrize("end", [0.3, 0.5])
 def test_a_final_rate_that_is_not_below_the_learning_rate_is_refused(end):
     with pytest.raises(

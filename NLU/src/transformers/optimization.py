@@ -154,7 +154,7 @@ def _linear(step: int, steps: int) -> float:
 
 
 def _cosine(step: int, steps: int, cycles: float) -> float:
-    return max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * step / max(1, steps))))
+    return 0.5 * (1 + math.cos(2 * math.pi * cycles * step / max(1, steps)))
 
 
 def _falls(step: int, steps: int, falls: int) -> float:
