@@ -101,7 +101,7 @@ class FT_Dataset(Dataset):
             raise ValueError(
                 f"{path}: no example has a token to learn within {max_seq_length} positions"
             )
-        cut = int((np.diff(ends) > max_seq_length).sum())
+        cut = (np.diff(ends) > max_seq_length).sum()
         if cut and launcher_env.rank() == 0:
             logger.warning(
                 "%s: %d of %d examples are longer than %d tokens and were cut; %d of them lost "
@@ -110,12 +110,12 @@ class FT_Dataset(Dataset):
                 cut,
                 len(contexts),
                 max_seq_length,
-                int((contexts > max_seq_length).sum()),
+                (contexts > max_seq_length).sum(),
             )
         self.num_examples = len(contexts)
         self.num_batches = -(-self.num_examples // batch_size)
-        missing = len(self) - self.num_examples
-        self._filling = random.Random(seed).choices(range(self.num_examples), k=missing)
+        # As many as can be missing.
+        self._filling = random.Random(seed).choices(range(self.num_examples), k=batch_size)
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size

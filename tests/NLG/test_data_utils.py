@@ -210,13 +210,13 @@ def test_sizes_have_to_be_positive(write, batch_size, seq_len):
 
 def test_examples_that_are_cut_are_counted(write, caplog, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    path = write(([1, 2], [3, 4]), ([1, 2], [3, 4, 5]), ([1] * 4, [6]), ([1] * 5, [6]))
+    path = write(([1, 2], [3, 4]), ([1, 2], [3, 4, 5]), ([1] * 4, [6]), ([1] * 5, [6]), ([1], [2]))
     with caplog.at_level(logging.WARNING):
-        dataset = FT_Dataset(path, 4, 4)
+        dataset = FT_Dataset(path, 5, 4)
     (record,) = caplog.records
-    assert "3 of 4 examples are longer than 4 tokens" in record.getMessage()
+    assert "3 of 5 examples are longer than 4 tokens" in record.getMessage()
     assert "1 of them lost the whole completion" in record.getMessage()
-    assert collate(list(dataset))["mask"].sum(1).tolist() == [2, 3, 1, 0]
+    assert collate(list(dataset))["mask"].sum(1).tolist() == [2, 3, 1, 0, 1]
 
 
 def test_only_the_main_process_warns_and_only_of_cut_examples(write, caplog, monkeypatch):

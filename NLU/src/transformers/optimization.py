@@ -163,7 +163,7 @@ def _falls(step: int, steps: int, falls: int) -> float:
 
 
 def _polynomial(step: int, steps: int, lr: float, end: float, power: float) -> float:
-    left = 0.0 if step > steps else 1 - step / max(1, steps)
+    left = 0.0 if step >= steps else 1 - step / steps
     return ((lr - end) * left**power + end) / lr
 
 
