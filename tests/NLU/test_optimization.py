@@ -111,6 +111,19 @@ def test_adafactors_relative_steps():
     torch.testing.assert_close(weight.detach(), torch.full((2, 2), 4.0 - 0.01 * 4.0))
 
 
+def test_adafactor_takes_a_closure_and_leaves_weights_without_gradients():
+    used, unused = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+
+    def closure():
+        loss = used.square().sum()
+        loss.backward()
+        return loss
+
+    assert Adafactor([used, unused]).step(closure).item() == 4
+    assert (used < 1).all()
+    assert (unused == 1).all()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
