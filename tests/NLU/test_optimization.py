@@ -124,6 +124,17 @@ def test_adafactor_takes_a_closure_and_leaves_weights_without_gradients():
     assert (unused == 1).all()
 
 
+@pytest.mark.parametrize(("gradient", "dtype"), [(0.0, torch.float32), (1e-4, torch.float16)])
+def test_adafactor_with_gradients_whose_squares_are_zero(gradient, dtype):
+    """Such as the first ones of LoRA's A, and those whose squares half precision rounds to 0."""
+    for shape in ((2,), (2, 2)):
+        weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+        weight.grad = torch.full_like(weight, gradient)
+        Adafactor([weight]).step()
+        expected = torch.full_like(weight, 0.99 if gradient else 1.0)
+        torch.testing.assert_close(weight.detach(), expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
