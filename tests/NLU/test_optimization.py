@@ -135,6 +135,21 @@ def test_adafactor_with_gradients_whose_squares_are_zero(gradient, dtype):
         torch.testing.assert_close(weight.detach(), expected)
 
 
+def test_adafactor_factors_each_matrix_of_a_stack():
+    settings = {"lr": 0.1, "relative_step": False, "scale_parameter": False}
+    torch.manual_seed(0)
+    together, gradients = torch.randn(2, 3, 2, 4)
+    apart = together.clone()
+    for weights, grads in (([together], [gradients]), (apart.unbind(), gradients.unbind())):
+        parameters = [torch.nn.Parameter(weight) for weight in weights]
+        optimizer = Adafactor(parameters, **settings, clip_threshold=math.inf)
+        for _ in range(2):
+            for parameter, gradient in zip(parameters, grads, strict=True):
+                parameter.grad = gradient * (1 + parameter.detach())
+            optimizer.step()
+    torch.testing.assert_close(together, apart)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
