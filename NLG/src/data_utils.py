@@ -183,15 +183,15 @@ def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndar
     all_ids, bounds = np.frombuffer(tokens, dtype=np.int64), np.frombuffer(ends, dtype=np.int64)
     outside = np.flatnonzero((all_ids < 0) | (all_ids >= vocab_size))
     if outside.size:
-        number = int(np.searchsorted(bounds, outside[0], side="right"))
-        check_in_vocabulary(all_ids[outside[:1]].tolist(), vocab_size, f"{path}:{number}")
+        number = np.searchsorted(bounds, outside[0], side="right")
+        check_in_vocabulary(all_ids[outside], vocab_size, f"{path}:{number}")
     return all_ids.astype(np.int32), bounds, np.frombuffer(contexts, dtype=np.int64)
 
 
 # The tensors of a batch by name, and its `PackedRows`.
 Batch = Mapping[str, Any]
 # Rows of one dataset -> a batch.
-Collate = Callable[[Sequence["Row"]], Batch]
+Collate = Callable[[Sequence[Row]], Batch]
 
 
 def collate(rows: Sequence[Row]) -> Batch:

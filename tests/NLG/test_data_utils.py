@@ -78,6 +78,7 @@ def test_rows_are_the_releases_except_for_padding(write, seq_len, joint_lm):
         *random_examples(8),
     ]
     dataset = FT_Dataset(write(*examples), len(examples), seq_len, joint_lm=joint_lm)
+    assert all(row.tokens.dtype == torch.int32 for row in dataset)
     batch = collate(list(dataset))
     longest = min(seq_len, max(len(a) + len(b) for a, b in examples))
     for index, (context, completion) in enumerate(examples):
