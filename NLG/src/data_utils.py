@@ -114,8 +114,8 @@ class FT_Dataset(Dataset):
             )
         self.num_examples = len(contexts)
         self.num_batches = -(-self.num_examples // batch_size)
-        # As many as can be missing.
-        self._filling = random.Random(seed).choices(range(self.num_examples), k=batch_size)
+        missing = len(self) - self.num_examples
+        self._filling = random.Random(seed).choices(range(self.num_examples), k=missing)
 
     def __len__(self) -> int:
         return self.num_batches * self.batch_size
