@@ -316,7 +316,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
     pace = Pace(step, run.last_step)
     on_gpu = dist_env.device.type == "cuda"
     to_batch = collate
-    add_gradients = gradients_of(run, ddp_model)
+    add_gradients = gradients_of(ddp_model, run.loss_of, run.precision, args)
     if args.cuda_graphs:
         to_batch = FillingCollator(collate, {}, run.model.config.n_positions)
         add_gradients = GraphedStep(add_gradients, run.model)
@@ -374,12 +374,17 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
     return best_ppl
 
 
-def gradients_of(run: Run, ddp_model: nn.Module) -> Callable[[Batch], Tensor]:
+def gradients_of(
+    network: nn.Module,
+    loss_of: Callable[..., Tensor],
+    precision: Precision,
+    args: argparse.Namespace,
+) -> Callable[[Batch], Tensor]:
     """Returns a function that adds a batch's gradients, and returns its loss, detached."""
 
     def add_gradients(batch: Batch) -> Tensor:
-        loss = run.loss_of(ddp_model, batch, run.args.label_smooth)
-        run.precision.backward(loss / run.args.grad_acc)
+        loss = loss_of(network, batch, args.label_smooth)
+        precision.backward(loss / args.grad_acc)
         return loss.detach()
 
     return add_gradients
@@ -566,10 +571,7 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
     cast_frozen(model, compute_dtype(args.fp16, args.bf16))
     optimizer = create_adam_optimizer(model, args)
     precision = Precision(compute_dtype(args.fp16, args.bf16), device.type, scaled=False)
-    loss_of = loss_function(precision, device)
-
-    def add_gradients(batch: Batch) -> None:
-        precision.backward(loss_of(model, batch, args.label_smooth) / args.grad_acc)
+    add_gradients = gradients_of(model, loss_function(precision, device), precision, args)
 
     def update() -> None:
         precision.step(optimizer, args.clip)

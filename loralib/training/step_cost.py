@@ -36,13 +36,13 @@ class Training(Generic[Batch]):
     Args:
         model: what is trained, with frozen weights in the precision in which they are held.
         optimizer: of its trained parameters.
-        add_gradients: runs a batch's forward and backward pass.
+        add_gradients: runs a batch's forward and backward pass; what it returns is ignored.
         update: applies the gradients and drops them.
     """
 
     model: nn.Module
     optimizer: Optimizer
-    add_gradients: Callable[[Batch], None]
+    add_gradients: Callable[[Batch], object]
     update: Callable[[], None]
 
 
