@@ -151,8 +151,9 @@ def test_the_error_says_where_a_name_was_looked_for_as_a_path(tmp_path, monkeypa
         fetch_file("runs/moodel", CONFIG, cache_dir=str(tmp_path / "cache"))
 
 
-def test_the_log_says_that_the_hub_is_asked_for_what_may_be_a_path(tmp_path, monkeypatch, caplog):
-    """Once for all of a model's files; not offline, and not for a name without a slash."""
+@pytest.fixture
+def refusing_hub(tmp_path, monkeypatch):
+    """The hub is asked, but refuses; the working folder is `tmp_path`."""
 
     def refuse(*args, **kwargs):
         raise ConnectionError
@@ -162,6 +163,11 @@ def test_the_log_says_that_the_hub_is_asked_for_what_may_be_a_path(tmp_path, mon
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("refusing_hub")
+def test_the_log_says_that_the_hub_is_asked_for_what_may_be_a_path(tmp_path, caplog):
+    """Once for all of a model's files; not offline, and not for a name without a slash."""
     (tmp_path / "here" / "model").mkdir(parents=True)
     caplog.set_level(logging.INFO, logger="loralib")
     paths = ("./runs/moodel", "/no/such", "~/model", "runs/a/model")  # not looked for on the hub
@@ -175,20 +181,11 @@ def test_the_log_says_that_the_hub_is_asked_for_what_may_be_a_path(tmp_path, mon
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
+@pytest.mark.usefixtures("refusing_hub")
 @pytest.mark.parametrize(
     ("name", "meant"), [("here/moodel", " (did you mean here/model?)"), ("here/another", "")]
 )
-def test_a_mistyped_path_in_an_existing_folder_is_a_warning(
-    tmp_path, monkeypatch, caplog, name, meant
-):
-    def refuse(*args, **kwargs):
-        raise ConnectionError
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    hub_files._say_that_the_hub_is_asked.cache_clear()
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    monkeypatch.chdir(tmp_path)
+def test_a_mistyped_path_in_an_existing_folder_is_a_warning(tmp_path, caplog, name, meant):
     (tmp_path / "here" / "model").mkdir(parents=True)
     with pytest.raises(OSError, match=name):
         resolve_file(name, CONFIG)
@@ -197,13 +194,10 @@ def test_a_mistyped_path_in_an_existing_folder_is_a_warning(
     ]
 
 
+@pytest.mark.usefixtures("refusing_hub")
 def test_the_hub_is_asked_even_if_a_folder_cannot_be_listed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: "fetched")
     monkeypatch.setattr(os, "listdir", lambda folder: (_ for _ in ()).throw(PermissionError))
-    hub_files._say_that_the_hub_is_asked.cache_clear()
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").mkdir()
     assert resolve_file("secret/moodel", CONFIG) == Path("fetched")
     assert caplog.messages == ["secret/moodel is not a folder here: asking the hub for it"]
