@@ -70,40 +70,31 @@ def test_a_resumed_run_uses_the_recorded_linear_methods_in_every_step(
 
 # ---- checkpoints: the best, the newest, and no others ----
 
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
+
+
+def every(steps):
+    """The settings of a run that evaluates and saves after each so many steps."""
+    strategies = {"evaluation_strategy": "steps", "save_strategy": "steps"}
+    return {**strategies, "eval_steps": steps, "save_steps": steps}
+
 
 @pytest.mark.parametrize("settings", [{}, {"save_lora_only": True}, {"bf16": True}])
-@pytest.mark.parametrize(
-    ("metric", "best"),
-    [({"metric_for_best_model": "score"}, 4), ({"metric_for_best_model": "eval_score"}, 4)],
-)
-def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, settings, metric, best):
-    trainer = make_trainer(
-        compute_metrics=sequence(1, 5, 3, 5, 2),
-        load_best_model_at_end=True,
-        evaluation_strategy="steps",
-        save_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        **metric,
-        **settings,
-    )
+@pytest.mark.parametrize("metric", ["score", "eval_score"])
+def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, settings, metric):
+    settings = {**every(2), **BEST, "metric_for_best_model": metric, **settings}
+    trainer = make_trainer(compute_metrics=sequence(1, 5, 3, 5, 2), **settings)
     trainer.train()
-    folder = tmp_path / "out" / f"checkpoint-{best}"
-    assert trainer.state.best_model_checkpoint == str(folder)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-4")
     assert trainer.state.best_metric == 5
-    saved, last = (read_adapter(tmp_path / "out" / f"checkpoint-{n}").tensors for n in (best, 10))
+    saved, last = (read_adapter(tmp_path / "out" / f"checkpoint-{n}").tensors for n in (4, 10))
     assert_same_bits(trained(trainer.model), saved)
     assert largest_difference(saved, last) > 1e-4
 
 
 def test_a_run_that_only_compares_its_models_ends_with_the_last_one(make_trainer, tmp_path):
     trainer = make_trainer(
-        compute_metrics=sequence(5, 1),
-        metric_for_best_model="score",
-        evaluation_strategy="steps",
-        save_strategy="steps",
-        eval_steps=5,
-        save_steps=5,
+        compute_metrics=sequence(5, 1), metric_for_best_model="score", **every(5)
     )
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-5")
@@ -169,17 +160,10 @@ def test_save_total_limit_keeps_the_newest_and_the_best(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
-    trainer = make_trainer(
-        output_dir=folder,
-        save_total_limit=limit,
-        save_strategy="steps",
-        evaluation_strategy="steps",
-        save_steps=2,
-        eval_steps=2,
-        compute_metrics=sequence(*scores) if scores else None,
-        **(best if scores else {}),
-    )
+    settings = {"output_dir": folder, "save_total_limit": limit, **every(2)}
+    if scores:
+        settings |= {"compute_metrics": sequence(*scores), **BEST}
+    trainer = make_trainer(**settings)
     trainer.train()
     names = [Path(path).name for path in list_checkpoints("out")]
     assert names == [f"checkpoint-{step}" for step in steps]
@@ -250,18 +234,10 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
 
 
 def test_early_stopping_counts_on_in_a_resumed_run(make_trainer, tmp_path):
-    settings = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "score",
-        "evaluation_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 1,
-        "save_steps": 1,
-    }
-
     def make(*scores):
         callback = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.5)
-        return make_trainer(callbacks=[callback], compute_metrics=sequence(*scores), **settings)
+        settings = {**every(1), **BEST, "compute_metrics": sequence(*scores)}
+        return make_trainer(callbacks=[callback], **settings)
 
     trainer = make(1, 3, 3.2, 2, 9, 9)
     assert trainer.train().global_step == 4
@@ -632,14 +608,7 @@ def test_a_checkpoint_beyond_the_run_s_end_is_refused(make_trainer, checkpoint, 
 
 
 def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):
-    settings = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "score",
-        "evaluation_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 5,
-        "save_steps": 5,
-    }
+    settings = {**every(5), **BEST}
     make_trainer(compute_metrics=sequence(9, 1), **settings).train()
     (tmp_path / "out").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoint-10")
