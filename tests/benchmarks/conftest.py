@@ -39,6 +39,13 @@ def contest(monkeypatch):
 
 
 @pytest.fixture
+def load_worker(monkeypatch):
+    """Name of a worker's module -> the module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "workers"))
+    return importlib.import_module
+
+
+@pytest.fixture
 def fake_worker(monkeypatch, contest):
     """Replaces the workers: each timed batch takes ``seconds_of(plan)``; returns the list of plans.
 

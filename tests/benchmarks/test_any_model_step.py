@@ -1,12 +1,13 @@
 """Tests of the benchmark of upstream's models: contestants, table, workers' environment, step."""
 
-import importlib
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+
+import loralib as lora
 
 
 @pytest.fixture
@@ -106,11 +107,9 @@ def test_workers_find_only_the_packages_they_need(contest, monkeypatch, worker):
     assert given == [{"ours": ours, "loralib": root, "peers": None}[worker]]
 
 
-def test_a_training_step_changes_only_lora(script, monkeypatch):
+def test_a_training_step_changes_only_lora(load_worker):
     """The step that PEFT's worker and loralib's share, on a small model with LoRA."""
-    monkeypatch.syspath_prepend(str(script.contest.ROOT / "workers"))
-    training_step = importlib.import_module("peer_training").training_step
-    lora = importlib.import_module("loralib")
+    training_step = load_worker("peer_training").training_step
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     lora.add_lora(model, ["0"], r=2, lora_dropout=0.1)

@@ -1,6 +1,5 @@
 """Tests of evaluation's benchmark: a quick run of this project alone, table, texts, check."""
 
-import importlib
 import sys
 
 import pytest
@@ -12,13 +11,6 @@ from transformers import PreTrainedTokenizerFast
 @pytest.fixture
 def script(load_script):
     return load_script("evaluation")
-
-
-@pytest.fixture
-def load_worker(script, monkeypatch):
-    """Name of a worker's module -> the module."""
-    monkeypatch.syspath_prepend(script.contest.ROOT / "workers")
-    return importlib.import_module
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Tests of the benchmark of mixed adapters: a quick run, table, arithmetic, batches, check."""
 
-import importlib
 import sys
 
 import pytest
@@ -10,13 +9,6 @@ import torch
 @pytest.fixture
 def script(load_script):
     return load_script("mixed_adapters")
-
-
-@pytest.fixture
-def load_worker(script, monkeypatch):
-    """Name of a worker's module -> the module."""
-    monkeypatch.syspath_prepend(script.contest.ROOT / "workers")
-    return importlib.import_module
 
 
 @pytest.mark.slow

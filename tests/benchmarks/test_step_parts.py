@@ -1,7 +1,6 @@
 """Tests of the profile of a step: its parts, and how nested parts are counted."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from loralib.nn.fast_paths import fast_paths_off
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KERNELS = {
     "products with weights",
     "attention's products",
@@ -35,11 +33,8 @@ def script(load_script):
 
 
 @pytest.fixture
-def worker(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "workers"))
-    import step_parts_ours
-
-    return step_parts_ours
+def worker(load_worker):
+    return load_worker("step_parts_ours")
 
 
 @pytest.mark.slow

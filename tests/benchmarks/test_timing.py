@@ -1,6 +1,5 @@
 """Tests of what all workers share: which memory counts, and how a model is moved to a GPU."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,14 +11,7 @@ from simulated_gpu import SimulatedGpu
 from torch import nn
 
 
-@pytest.fixture
-def worker(monkeypatch, contest):
-    """Name of a worker's module -> the module."""
-    monkeypatch.syspath_prepend(str(contest.ROOT / "workers"))
-    return importlib.import_module
-
-
-def test_the_peak_of_a_gpu_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
+def test_the_peak_of_a_gpu_is_that_of_the_timed_steps(load_worker, monkeypatch, tmp_path):
     """A made-up GPU: making the model takes the most, and warming up more than a timed step."""
     held = {"now": 0, "most": 0}
 
@@ -43,7 +35,7 @@ def test_the_peak_of_a_gpu_is_that_of_the_timed_steps(worker, monkeypatch, tmp_p
     (tmp_path / "plan").write_text(json.dumps(plan))
     files = [str(tmp_path / name) for name in ("plan", "result")]
     monkeypatch.setattr(sys, "argv", ["worker", *files])
-    worker("timing").run(make_step, lambda plan, index, size: {"size": size}, {})
+    load_worker("timing").run(make_step, lambda plan, index, size: {"size": size}, {})
     result = json.loads((tmp_path / "result").read_text())
     assert len(result["seconds"]) == 2
     assert result["peak_bytes"] == 10 + 30
@@ -104,13 +96,13 @@ def test_the_peak_of_a_process_is_that_of_the_timed_steps(contest, tmp_path):
     assert result["peak_bytes"] - result["after"] < 200 * 2**20
 
 
-def test_frozen_weights_are_moved_to_a_gpu_in_half_precision(worker):
+def test_frozen_weights_are_moved_to_a_gpu_in_half_precision(load_worker):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
     plan = {"device": "cuda", "weights": "bfloat16", "autocast": "bfloat16", "graphs": False}
-    make_optimizer = torch.optim.SGD
+    make_optimizer, worker = torch.optim.SGD, load_worker("our_training")
     with SimulatedGpu() as gpu:
-        worker("our_training").training_step(plan, model, make_optimizer, lambda batch: None, 0)
+        worker.training_step(plan, model, make_optimizer, lambda batch: None, 0)
         assert {parameter.is_cuda for parameter in model.parameters()} == {True}
         assert gpu.launches.total() == 0
     assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
