@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
 from compare import assert_same_bits
+from deberta_cases import XXLARGE
 from encoder_options import ENCODER_TERMS
 from half_products import choose_processor, step_and_evaluate
 
@@ -160,16 +161,6 @@ LARGE = {
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "intermediate_size": 4096,
-}
-XXLARGE = {
-    "num_hidden_layers": 48,
-    "relative_attention": True,
-    "pos_att_type": "p2c|c2p",
-    "position_biased_input": False,
-    "position_buckets": 256,
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "conv_kernel_size": 3,
 }
 
 
