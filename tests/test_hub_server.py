@@ -6,31 +6,6 @@ import urllib.request
 import pytest
 from launches import fork_server
 
-GLUE_CARD = """---
-configs:
-- config_name: rte
-  data_files:
-  - split: train
-    path: rte/train-*
-  - split: validation
-    path: rte/validation-*
-dataset_info:
-- config_name: rte
-  features:
-  - name: sentence1
-    dtype: string
-  - name: sentence2
-    dtype: string
-  - name: label
-    dtype:
-      class_label:
-        names:
-          '0': entailment
-          '1': not_entailment
-  - name: idx
-    dtype: int32
----
-"""
 DOWNLOAD = """
 from pathlib import Path
 from huggingface_hub import hf_hub_download
@@ -133,14 +108,8 @@ def test_the_commit_changes_with_the_content(hub):
 
 @pytest.mark.slow
 def test_load_dataset_then_offline(hub, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").table
-    folder = hub.root / "datasets" / "nyu-mll" / "glue"
-    (folder / "rte").mkdir(parents=True)
-    (folder / "README.md").write_text(GLUE_CARD)
     rows = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [0, 1], "idx": [0, 1]}
-    for split in ("train", "validation"):
-        parquet.write_table(table(rows), folder / "rte" / f"{split}-00000-of-00001.parquet")
+    hub.add_rte({"train": rows, "validation": rows})
     expected = ["{'train': 2, 'validation': 2}", "['entailment', 'not_entailment'] ['a', 'b']"]
     assert run_python(hub, tmp_path / "home", LOAD_GLUE) == expected
 

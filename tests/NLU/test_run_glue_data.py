@@ -574,56 +574,23 @@ def test_tokens_of_glue_are_cached_by_file_contents(glue, tiny_glue, tmp_path, c
 
 # ---- GLUE and a model from the hub ----
 
-GLUE_CARD = """---
-configs:
-- config_name: rte
-  data_files:
-  - split: train
-    path: rte/train-*
-  - split: validation
-    path: rte/validation-*
-  - split: test
-    path: rte/test-*
-dataset_info:
-- config_name: rte
-  features:
-  - name: sentence1
-    dtype: string
-  - name: sentence2
-    dtype: string
-  - name: label
-    dtype:
-      class_label:
-        names:
-          '0': entailment
-          '1': not_entailment
-  - name: idx
-    dtype: int32
----
-"""
-
 
 @pytest.mark.slow
 def test_glue_and_model_by_name_from_the_hub(
     hub_server, trained, tiny_base, tiny_glue, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").table
-    folder = hub_server.root / "datasets" / "nyu-mll" / "glue"
-    (folder / "rte").mkdir(parents=True)
-    (folder / "README.md").write_text(GLUE_CARD)
-    words = ["entailment", "not_entailment"]
+    words, splits = ["entailment", "not_entailment"], {}
     for split, file in (("train", "train"), ("validation", "dev"), ("test", "test")):
         lines = (tiny_glue / "RTE" / f"{file}.tsv").read_text().splitlines()[1:]
         rows = [line.split("\t") for line in lines]
-        columns = {
+        splits[split] = {
             "sentence1": [row[1] for row in rows],
             "sentence2": [row[2] for row in rows],
             "label": [words.index(row[3]) if file != "test" else -1 for row in rows],
             "idx": list(range(len(rows))),
         }
-        parquet.write_table(table(columns), folder / "rte" / f"{split}-00000-of-00001.parquet")
+    hub_server.add_rte(splits)
     shutil.copytree(tiny_base, hub_server.root / "org" / "tiny")
     write_adapter(hub_server.root / "org" / "peft", read_adapter(trained), "peft")
 

@@ -16,6 +16,8 @@ from threading import Thread
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 BRANCH = "main"
 _REPO = r"(?P<repo>[^/]+(?:/[^/]+)?)"
 _RESOLVE = re.compile(rf"/(?:(?P<kind>datasets)/)?{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
@@ -23,6 +25,27 @@ _API = re.compile(
     rf"/api/(?P<kind>models|datasets)/{_REPO}"
     r"(?:/(?P<verb>revision|tree|paths-info)/(?P<revision>[^/]+)(?:/(?P<path>.+))?)?"
 )
+_RTE_CARD = """---
+configs:
+- config_name: rte
+  data_files:{files}
+dataset_info:
+- config_name: rte
+  features:
+  - name: sentence1
+    dtype: string
+  - name: sentence2
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': entailment
+          '1': not_entailment
+  - name: idx
+    dtype: int32
+---
+"""
 
 
 class Request(NamedTuple):
@@ -120,6 +143,17 @@ class HubServer:
         ours = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
         others = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return others | ours | more
+
+    def add_rte(self, splits: dict[str, dict[str, list]]) -> None:
+        """Adds GLUE's RTE as the hub has it, with these columns per split."""
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pytest.importorskip("pyarrow").table
+        folder = self.root / "datasets" / "nyu-mll" / "glue"
+        (folder / "rte").mkdir(parents=True)
+        files = "".join(f"\n  - split: {name}\n    path: rte/{name}-*" for name in splits)
+        (folder / "README.md").write_text(_RTE_CARD.format(files=files))
+        for name, columns in splits.items():
+            parquet.write_table(table(columns), folder / "rte" / f"{name}-00000-of-00001.parquet")
 
     def downloads(self) -> list[Request]:
         """The requests so far that fetched a file's content."""
