@@ -3,10 +3,9 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from loralib.io.atomic import atomic_write, atomic_write_text
+from loralib.io.atomic import atomic_write
 from loralib.io.encoding import utf8_content
 
 
@@ -61,13 +60,11 @@ def _lines(path: str | os.PathLike) -> Iterator[str]:
 
 def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
     """Writes one JSON object per line, atomically; makes the file's folder if needed."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+    write_lines(path, map(json.dumps, rows))
 
 
 def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
     """Writes one text per line, atomically; makes the file's folder if needed."""
-    Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, "".join(f"{line}\n" for line in lines))
+    os.makedirs(os.path.dirname(os.path.realpath(path)), exist_ok=True)
+    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
