@@ -251,17 +251,13 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
         CheckpointError: a trained tensor is not finite; nothing is written.
     """
     check_finite(path, {n: p for n, p in model.named_parameters() if p.requires_grad})
-    tensors = {}
+    named = {}
     for name, tensor in own_tensors(model).items():
-        frozen = not tensor.requires_grad and name in base.tensors
-        tensors[name] = base.tensors[name] if frozen else tensor
+        if "lora_" in name or not lora_only:
+            frozen = not tensor.requires_grad and name in base.tensors
+            named[_PREFIX + name] = base.tensors[name] if frozen else tensor
     metadata = _metadata(model, base)
     # `write_adapter` does not fit here, because the release's format has only query and value.
-    named = {
-        _PREFIX + name: tensor
-        for name, tensor in tensors.items()
-        if "lora_" in name or not lora_only
-    }
     write_wrapped_tensors(path, named, metadata.to_metadata() if metadata else {})
 
 
