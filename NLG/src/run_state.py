@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from checkpoints import check_finite
 from gpu import DistEnv
+from lora_flags import PATTERNS
 from loralib.adapters.fingerprint import are_of_one_base
 from loralib.errors import CheckpointError
 from loralib.io.digests import lines_digest
@@ -88,14 +89,9 @@ def identity_of(
         last_step: the step at which the run ends.
         base: the fingerprint of the model that the run starts from.
     """
-    patterns = {
-        f"--{name}": " ".join(f"{module}={value}" for module, value in pattern.items()) or None
-        for name in ("lora_rank_pattern", "lora_alpha_pattern")
-        for pattern in [getattr(config, name)]
-    }
     return {
         **{f"--{name}": _as_written(getattr(args, name)) for name in _FIXED_FLAGS},
-        **patterns,
+        **{f"--{name}": _as_written(getattr(config, name)) for name in PATTERNS},
         "number of processes": dist_env.world_size,
         "last step": max_step,
         "training data": lines_digest(args.train_data),
@@ -106,6 +102,8 @@ def identity_of(
 
 def _as_written(value: Any) -> Any:
     """Returns a flag's value, with several words joined as on the command line."""
+    if isinstance(value, dict):
+        value = [f"{module}={number}" for module, number in value.items()] or None
     return " ".join(value) if isinstance(value, tuple | list) else value
 
 
