@@ -572,23 +572,25 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             ValueError: the last checkpoint is asked for, and there is none; there is no such
                 folder; or it is a run's, which holds checkpoints.
         """
-        if given is not True:
-            if given and not os.path.isdir(given):
-                raise ValueError(
-                    f"{given} is not a folder, so there is nothing to resume from: give a "
-                    "checkpoint's path, or True for the last one in output_dir"
-                )
-            last = get_last_checkpoint(given) if given else None
-            if last and not Path(given, OPTIMIZER_NAME).is_file():
-                raise ValueError(
-                    f"{given} is a run's folder, not a checkpoint: give one of those in it, such "
-                    f"as {last}"
-                )
-            return given or None
-        found = get_last_checkpoint(self.args.output_dir)
-        if found is None:
-            raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")
-        return found
+        if not given:
+            return None
+        if given is True:
+            found = get_last_checkpoint(self.args.output_dir)
+            if found is None:
+                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")
+            return found
+        if not os.path.isdir(given):
+            raise ValueError(
+                f"{given} is not a folder, so there is nothing to resume from: give a "
+                "checkpoint's path, or True for the last one in output_dir"
+            )
+        last = get_last_checkpoint(given)
+        if last and not Path(given, OPTIMIZER_NAME).is_file():
+            raise ValueError(
+                f"{given} is a run's folder, not a checkpoint: give one of those in it, such as "
+                f"{last}"
+            )
+        return given
 
     def _check_same_training(self, examples: int, updates: int) -> None:
         """Checks that all processes train alike (see `check_same_settings`)."""
