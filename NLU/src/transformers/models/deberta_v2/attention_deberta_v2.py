@@ -118,9 +118,8 @@ class Batch:
         # On a GPU one kernel takes all rows, and a graph compiled for any number of tokens cannot
         # loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
-        self.by_row = not (
-            at_once or not self.is_dense or padding_is_cheap(rows, heads, _ONE_ROWS_CALLS)
-        )
+        if not at_once and self.is_dense:
+            self.by_row = not padding_is_cheap(rows, heads, _ONE_ROWS_CALLS)
         if len(rows.segments) > 1:
             parts = map(rows.part, rows.segments)
             self.segments = [Batch(part, self.relative, heads) for part in parts]
