@@ -73,6 +73,7 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
     in its output than the product with its weight, or what computes that in its own way.
     """
     for name, adapted in modules.items():
+        module, has_magnitude = adapted.module, adapted.delta.has_magnitude
         if adapted.is_stack:
             what = stack_of_layer(name)
             raise NeedsMergingError(source, f"adapts {what}, a stack of matrices, not a module")
@@ -81,23 +82,22 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
             raise NeedsMergingError(
                 source, f"adapts {name}, which nn.MultiheadAttention never calls"
             )
-        if isinstance(adapted.module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention):
             raise NeedsMergingError(
                 source, f"adapts projections inside {name}, an nn.MultiheadAttention"
             )
-        if is_quantized_linear(adapted.module) and adapted.delta.has_magnitude:
+        if is_quantized_linear(module) and has_magnitude:
             raise CheckpointError(
                 f"{source}: has DoRA on {name}, which needs the weight, but that is quantized: "
                 "load the base in float16 or bfloat16"
             )
-        reason = unknown_layout(adapted.module, adapted.weight)
-        if reason and adapted.delta.has_magnitude:
+        reason = unknown_layout(module, adapted.weight)
+        if reason and has_magnitude:
             raise CheckpointError(f"{source}: has DoRA on {name}, {reason}")
-        kind = type(adapted.module)
+        kind = type(module)
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            if not issubclass(kind, plain):
-                continue
-            if not (computes_like(kind, plain) or scales_rows(adapted.module)):
+            is_other = issubclass(kind, plain) and not computes_like(kind, plain)
+            if is_other and not scales_rows(module):
                 raise NeedsMergingError(
                     source, f"adapts {name}, a {kind.__name__}, which computes in its own way"
                 )
