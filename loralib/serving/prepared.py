@@ -1,7 +1,7 @@
 """Prepares an adapter for a bank: checks it against the model, and copies it to the devices."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -180,20 +180,8 @@ def _head(
         )
     start = f"{top}."
     theirs = {name: t for name, t in tensors.items() if f"{name}.".startswith(start)}
-    ours = module.state_dict(prefix=start).keys()
-    state = model.state_dict(keep_vars=True)
-    brought = {id(state[name]) for name in theirs.keys() & ours}
-    of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
-    # A file may lack a tensor that is tied to another, as a projection to the vocabulary may be.
-    tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
-    of_others = {key: t for key, t in of_others.items() if key not in brought}  # the base's stay
-    for what, names, which in (
-        ("lacks", ours - theirs.keys() - tied, "which the model's head has"),
-        ("has", theirs.keys() - ours, "which the model's head lacks"),
-    ):
-        if names:
-            raise CheckpointError(f"{source}: its head {what} {min(names)}, {which}")
-    head = copy.deepcopy(module, {**of_others}).eval()
+    kept = _kept(model, top, theirs.keys(), source)
+    head = copy.deepcopy(module, {**kept}).eval()  # which takes those for copied already
     weight = theirs.get(f"{last}.weight")
     if weight is not None and weight.dim() == 2 and weight.numel():
         projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
@@ -209,9 +197,30 @@ def _head(
             )
     head.load_state_dict({n.removeprefix(start): t for n, t in theirs.items()}, strict=False)
     for parameter in head.parameters():
-        if id(parameter) not in of_others:
+        if id(parameter) not in kept:
             parameter.requires_grad_(False)
     return head
+
+
+def _kept(model: nn.Module, top: str, theirs: Set[str], source: str) -> dict[int, Tensor]:
+    """Checks that a head brings its tensors; returns those of the base that it keeps, by id.
+
+    A file may lack a tensor that is tied to another, as a projection to the vocabulary may be. If
+    the other is outside of the head, the head keeps the base's.
+    """
+    start = f"{top}."
+    ours = model.get_submodule(top).state_dict(prefix=start).keys()
+    state = model.state_dict(keep_vars=True)
+    brought = {id(state[name]) for name in theirs & ours}
+    of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
+    tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
+    for what, names, which in (
+        ("lacks", ours - theirs - tied, "which the model's head has"),
+        ("has", theirs - ours, "which the model's head lacks"),
+    ):
+        if names:
+            raise CheckpointError(f"{source}: its head {what} {min(names)}, {which}")
+    return {key: tensor for key, tensor in of_others.items() if key not in brought}
 
 
 def _called(name: str, head: nn.Module, source: str) -> Iterator[tuple[str, nn.Module]]:
