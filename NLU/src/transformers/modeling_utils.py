@@ -258,11 +258,11 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         skipped: set[str] = set()
         for adapter in adapters:
             settings = None if adapter.kind == LORA else self._settings_of(adapter.kind)
-            skipped |= {
-                *load_into(
+            skipped.update(
+                load_into(
                     self, adapter, self.base_fingerprint, backbones, new_head, settings, known
                 )
-            }
+            )
         if not new_head:
             for adapter in adapters:
                 self._describe_head(adapter)

@@ -35,8 +35,7 @@ HOOKS_NOT_CALLED = (
     "_wrap_model",
 )
 
-
-# Those whose loss leaves out a row of filler tokens.
+# The heads whose loss leaves out a row of filler tokens.
 _HEADS_WITH_GRAPHS = (
     "masked_lm",
     "question_answering",

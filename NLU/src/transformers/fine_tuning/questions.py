@@ -208,8 +208,8 @@ def _answers(
     table: Table, row: int, context: str, answers: Any
 ) -> tuple[tuple[str, ...], Span | None]:
     """Returns the strings of a row's answers, and where the first one is in the context."""
-    texts = answers.get("text") if isinstance(answers, dict) else None
-    starts = answers.get("answer_start") if isinstance(answers, dict) else None
+    given = answers if isinstance(answers, dict) else {}
+    texts, starts = given.get("text"), given.get("answer_start")
     if not isinstance(texts, list) or not isinstance(starts, list):
         shown = json.dumps(answers, ensure_ascii=False, default=str)
         raise table.wrong(
