@@ -145,12 +145,12 @@ def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def user_model(bias_of_layer: bool = True) -> nn.Module:
+def user_model() -> nn.Module:
     """A user's own model: two adapted layers, one with a bias; a plain one; a convolution."""
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {
-            "up": lora.Linear(4, 6, r=2, bias=bias_of_layer),
+            "up": lora.Linear(4, 6, r=2),
             "down": lora.Linear(6, 4, r=2, bias=False),
             "norm": nn.LayerNorm(4),
         }

@@ -38,18 +38,15 @@ class Block(nn.Module):
 
 
 class AnyModel(nn.Module):
-    """Token ids (batch, length) -> (batch, length, 5).
+    """Token ids (batch, length) -> (batch, length, 5)."""
 
-    Args:
-        batch_first: of PyTorch's encoder, which has a fast path only if it is True.
-    """
-
-    def __init__(self, width: int = 8, batch_first: bool = True):
+    def __init__(self):
         super().__init__()
+        width = 8
         self.embed = nn.Embedding(11, width)
         self.layers = nn.ModuleList(Block(width) for _ in range(3))
-        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
         self.conv1 = nn.Conv1d(width, width, 3, padding=1, groups=2)
         self.conv2 = nn.Conv2d(1, 1, (3, 3), padding=1, padding_mode="circular")
         self.conv3 = nn.Conv3d(1, 1, 1, bias=False)

@@ -172,13 +172,12 @@ def _words(line: str) -> list[str]:
     return list(lexer)
 
 
-def wrong_commands(block: Block, folder: Path = Path(), root: Path = ROOT) -> Iterator[str]:
+def wrong_commands(block: Block, folder: Path = Path()) -> Iterator[str]:
     """Scripts that a block of bash names and that do not exist, and flags that they do not know.
 
     Args:
         block: the block.
         folder: where it is run, from the project's root.
-        root: the project's root.
     """
     here = folder
     for command in commands(block.text):
@@ -189,13 +188,13 @@ def wrong_commands(block: Block, folder: Path = Path(), root: Path = ROOT) -> It
         if not names or not any(word in _RUNNERS for word in command[: names[0]]):
             continue
         script = here / command[names[0]]
-        if not (root / script).is_file():
+        if not (ROOT / script).is_file():
             yield f"{block}: there is no {script}"
             continue
         given = command[names[0] + 1 :]
         given = given[: given.index("--")] if "--" in given else given
         flags = {word.partition("=")[0] for word in given if _FLAG.match(word)}
-        known = known_flags((root / script).resolve(), root) if flags else frozenset()
+        known = known_flags((ROOT / script).resolve()) if flags else frozenset()
         for flag in sorted(flags - known):
             yield f"{block}: {script} does not know {flag}"
 
@@ -205,7 +204,7 @@ _RUNNERS |= {".venv-any/bin/python"}
 
 
 @functools.cache
-def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
+def known_flags(script: Path) -> frozenset[str]:
     """The flags that a script knows: those in its --help, and in that of a script it refers to.
 
     Of the shell scripts, only recipes are asked for --help; others know the flags in their text.
@@ -223,5 +222,5 @@ def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
     flags = set(_FLAG.findall(process.stdout)) | {"--help"}
     if script.suffix == ".sh":
         other = re.search(r"python (\S+\.py) --help", process.stdout)
-        flags |= known_flags(root / other[1], root) if other else set()
+        flags |= known_flags(ROOT / other[1]) if other else set()
     return frozenset(flags)

@@ -61,11 +61,11 @@ def without_labels(head, arguments):
     return {name: value for name, value in arguments.items() if name not in labels_of(head)}
 
 
-def wider(arguments, columns=5):
-    """The same batch, padded to more columns, also in the labels of tokens."""
+def wider(arguments):
+    """The same batch, padded to five more columns, also in the labels of tokens."""
     width = INPUTS["ids"].shape[1]
     return {
-        name: torch.nn.functional.pad(value, (0, columns))
+        name: torch.nn.functional.pad(value, (0, 5))
         if value.dim() >= 2 and value.shape[-1] == width
         else value
         for name, value in arguments.items()

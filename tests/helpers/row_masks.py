@@ -9,7 +9,7 @@ from loralib.nn.row_groups import _divide, group_rows
 
 
 def masks_by_row(
-    drawn: Tensor, lengths: Sequence[int], heads: int, one_query: bool = False, step: int = 1
+    drawn: Tensor, lengths: Sequence[int], heads: int, one_query: bool, step: int = 1
 ) -> list[Tensor]:
     """Splits what `attend_rows` drew for all groups into masks by row: (heads, queries, keys)."""
     groups = _divide([-(-length // step) * step for length in lengths], heads)
