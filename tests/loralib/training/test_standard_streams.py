@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 from typing import IO
 
@@ -13,6 +14,18 @@ import pytest
 import loralib.training.process as process_module
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def start(code: str, unbuffered: str = "", output: IO[str] | int = subprocess.PIPE) -> Popen[str]:
+    """Starts a script whose other streams are pipes."""
+    return Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 CLOSED = """
@@ -51,15 +64,7 @@ def test_a_script_without_standard_error_runs_and_prints_its_output(begins):
 def test_a_pipe_that_is_closed_early_ends_a_script_without_a_message(printed, last, unbuffered):
     code = "import sys\nfrom loralib.training.process import run\n"
     code += f"def main():\n {printed}\nrun(main)"
-    script = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with script:
+    with start(code, unbuffered) as script:
         if last:
             assert script.stdout.readline().strip() == last
         script.stdout.close()
@@ -79,15 +84,7 @@ def run_with_closed_output(ends: str) -> tuple[str, int]:
     """
     code = "import os, sys\nfrom loralib.training.process import run\n"
     code += f"def main():\n print(1)\n sys.stdin.read()\n {ends}\nrun(main)"
-    script = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with script:
+    with start(code) as script:
         script.stdout.close()
         script.stdin.close()
         return script.stderr.read(), script.wait()
@@ -124,27 +121,15 @@ def test_standard_output_keeps_its_name_mode_encoding_and_descriptor(unbuffered)
     shows += "sys.stdout.fileno(), sys.stdout.buffer.name)"
     code = "import sys\nfrom loralib.training.process import run\n"
     code += f"{shows}\nrun(lambda: {shows})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
-        capture_output=True,
-        text=True,
-    )
-    before, after = done.stdout.splitlines()
+    before, after = start(code, unbuffered).communicate()[0].splitlines()
     assert after == before
     assert "<stdout>" in before
 
 
 def written_to(output: IO[str], code: str, unbuffered: str) -> tuple[str, int]:
     """Returns the errors and the status of a script whose output is this file."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return done.stderr, done.returncode
+    script = start(code, unbuffered, output)
+    return script.communicate()[1], script.returncode
 
 
 @pytest.mark.slow
@@ -193,32 +178,21 @@ def test_output_that_does_not_wait_for_its_reader_is_an_error(unbuffered):
     """Another program may have set a shared pipe or terminal so."""
     code = "import os, sys; from loralib.training.process import run; os.set_blocking(1, False)\n"
     code += "run(lambda: sys.stdout.buffer.write(bytes(10**7)))"
-    done = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert done.wait() == 1  # nothing is read before
-    assert "error: standard output: Resource temporarily unavailable" in done.communicate()[1]
+    script = start(code, unbuffered)
+    assert script.wait() == 1  # nothing is read before
+    assert "error: standard output: Resource temporarily unavailable" in script.communicate()[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_keeps_its_order(unbuffered):
+def test_output_keeps_its_order(unbuffered, monkeypatch):
     """Output from before `run`, from within it, and from outside of Python's streams."""
     code = "import os, sys; from loralib.training.process import run\nprint('a √')\n"
     code += "def main():\n print('b √')\n sys.stdout.flush()\n os.write(1, b'c')\n print('d')\n"
     code += "run(main)\nprint('e')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-        | {"PYTHONIOENCODING": "ascii:backslashreplace"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("a \\u221a\nb \\u221a\ncd\ne\n", "")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii:backslashreplace")
+    shown = start(code, unbuffered).communicate()
+    assert shown == ("a \\u221a\nb \\u221a\ncd\ne\n", "")
 
 
 @pytest.mark.slow
