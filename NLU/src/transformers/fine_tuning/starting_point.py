@@ -136,13 +136,13 @@ def starting_point_of(
     model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
 ) -> StartingPoint:
     """Returns what a run starts from: the first adapter or, without one, the model."""
-    info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
-    names = info.labels if info is not None and info.labels else config.label_names
-    texts = info.text_columns if info else config.text_columns
+    metadata = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
+    names = metadata.labels if metadata and metadata.labels else config.label_names
+    texts = metadata.text_columns if metadata else config.text_columns
     return StartingPoint(
         source=adapters[0].source if adapters else model_args.model_name_or_path,
         labels=() if names == default_labels(len(names)) else names,
-        task=info.task if info else config.finetuning_task,
+        task=metadata.task if metadata else config.finetuning_task,
         texts=tuple(texts or ()),
         is_adapter=bool(adapters),
         outputs=(adapters[0].outputs if adapters else None) or config.num_labels,
