@@ -90,9 +90,8 @@ def load_base(
     _check_base(expected, tensors, source)
     for name, tensor in tensors.items():
         is_frozen = config.lora_attn_dim > 0 and "lora_" not in name
-        _set_tensor(
-            model, name, tensor if is_frozen and tensor.dtype == held_in else tensor.float()
-        )
+        is_kept = is_frozen and tensor.dtype == held_in
+        _set_tensor(model, name, tensor if is_kept else tensor.float())
     for name, tensor in expected.items():
         if name not in tensors:  # a LoRA tensor, because no other can be missing
             _set_tensor(model, name, torch.empty(tensor.shape))
