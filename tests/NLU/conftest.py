@@ -89,6 +89,7 @@ def tiny_deberta_base(tiny_glue, tmp_path_factory) -> Path:
     """A folder with a DeBERTa-v2 base of 2 layers, 32 wide, with xxlarge's options."""
     import sentencepiece
     import torch
+    from make_deberta_tokenizer_fixture import PIECES
 
     from transformers import DebertaV2Config, DebertaV2Model, DebertaV2Tokenizer
 
@@ -101,14 +102,7 @@ def tiny_deberta_base(tiny_glue, tmp_path_factory) -> Path:
             model_writer=file,
             vocab_size=80,
             hard_vocab_limit=False,
-            pad_id=0,
-            bos_id=1,
-            eos_id=2,
-            unk_id=3,
-            pad_piece="[PAD]",
-            bos_piece="[CLS]",
-            eos_piece="[SEP]",
-            unk_piece="[UNK]",
+            **PIECES,
             minloglevel=2,
         )
     tokenizer = DebertaV2Tokenizer(folder / "spm.model", model_max_length=64)

@@ -107,14 +107,7 @@ def test_the_sentencepiece_model_normalizes_texts(tmp_path, backend):
         model_writer=trained,
         vocab_size=110,
         normalization_rule_name="nmt_nfkc",
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
-        pad_piece="[PAD]",
-        bos_piece="[CLS]",
-        eos_piece="[SEP]",
-        unk_piece="[UNK]",
+        **maker.PIECES,
         minloglevel=2,
     )
     text = "ﬁnding \u00a0 two\u3000words"
