@@ -137,15 +137,15 @@ show(logits, "roberta-base")
     assert shown[:4] == [*expected, 0]
     assert shown[5:8] == expected
     where = f"; as a path it was looked for in {os.getcwd()}"
-    reasons = {
-        "org/none": ("offline mode is on and it is not in the cache", shown[4]),
-        "org/none ": (f"[Errno 111] Connection refused{where}", shown[8]),
-        "roberta-base": ("[Errno 111] Connection refused", shown[9]),
-    }
-    for name, (reason, (error, message)) in reasons.items():
+    refused = [
+        ("org/none", "offline mode is on and it is not in the cache", shown[4]),
+        ("org/none", f"[Errno 111] Connection refused{where}", shown[8]),
+        ("roberta-base", "[Errno 111] Connection refused", shown[9]),
+    ]
+    for name, reason, (error, message) in refused:
         assert error == "FileNotFoundError"
         assert message == (
-            f"'{name.strip()}' is not a local folder and cannot be fetched: {reason}; without "
+            f"'{name}' is not a local folder and cannot be fetched: {reason}; without "
             "internet, copy its folder here and give the path instead of the name"
         )
 
