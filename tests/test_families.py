@@ -227,7 +227,7 @@ def test_merging_a_file_gives_pefts_logits(family, adapter, plain):
 # ---- PEFT ----
 
 
-def test_pefts_adapter_survives_writing_and_reading_a_peft_folder(family, adapter, tmp_path):
+def test_pefts_adapter_survives_writing_and_reading_a_peft_folder(adapter, tmp_path):
     write_adapter(tmp_path / "ours", adapter, "peft")
     again = read_adapter(tmp_path / "ours")
     assert_same_bits(again.tensors, adapter.tensors)

@@ -405,7 +405,7 @@ def test_base_and_lora_that_do_not_fit(files, tmp_path, one_process, base, more,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_compare_flags_before_anything_is_read(tmp_path, monkeypatch, one_process):
+def test_processes_compare_flags_before_anything_is_read(monkeypatch, one_process):
     def compare(args, dist_env):
         raise LookupError(args.lora_alpha)
 

@@ -190,7 +190,7 @@ def test_a_run_killed_at_its_picture_is_drawn_when_it_resumes(tiny, tmp_path, dr
 
 
 @pytest.mark.parametrize("report_to", ["none", "tensorboard", "plot"])
-def test_report_to_chooses_where_metrics_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
+def test_report_to_chooses_where_metrics_go(tiny, tmp_path, drawn, report_to):
     argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--report_to", report_to)
     if report_to == "tensorboard":
         with pytest.raises(ValueError, match="report_to tensorboard: it is not installed"):

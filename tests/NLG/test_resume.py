@@ -407,7 +407,7 @@ def test_settings_of_the_device(tiny, device_settings, tmp_path, asked):
     device_settings.expect(tf32=asked, deterministic=asked)
 
 
-def test_settings_that_do_not_affect_the_model_may_change(tiny, killed, result_of, tmp_path):
+def test_settings_that_do_not_affect_the_model_may_change(tiny, killed, tmp_path):
     more = "--resume --log_interval 2 --save_interval 7 --eval_interval 3 --valid_batch_size 1"
     gpt2_ft.main([*killed, *more.split()])
     gpt2_ft.main(arguments(tiny, "lora", tmp_path / "whole"))

@@ -213,7 +213,7 @@ def test_a_run_leaves_the_arguments_as_they_are(make_trainer, lora_classifier):
         assert not trainer._uses_graphs(None)
 
 
-def test_scripts_say_that_they_are_scripts(monkeypatch, tmp_path):
+def test_scripts_say_that_they_are_scripts(tmp_path):
     seen = []
     flags = ["--output_dir", str(tmp_path)]
     script.start(flags, None, (), fine_tune=seen.append, estimate=seen.append)

@@ -252,7 +252,7 @@ class TestStateDict:
         with pytest.raises(CheckpointError, match=rf"{name} is \(2, 2\) in the file"):
             owner.from_pretrained(folder, state_dict={**state, name: torch.ones(2, 2)})
 
-    def test_it_may_stand_alone_with_a_config(self, folder, owner):
+    def test_it_may_stand_alone_with_a_config(self, owner):
         model = random_model(seed=1)
         same(
             owner.from_pretrained(None, config=model.config, state_dict=model.state_dict()),

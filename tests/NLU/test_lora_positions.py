@@ -270,7 +270,7 @@ def test_the_flag_is_refused_for_models_without_the_setting(
 
 @KINDS
 def test_resuming_with_the_other_kind_is_refused(
-    deberta_run, run_glue, tiny_deberta_base, tiny_glue, tmp_path, monkeypatch, capsys, reached
+    deberta_run, run_glue, tiny_deberta_base, tiny_glue, monkeypatch, capsys, reached
 ):
     ways = {True: ["--lora_positions"], False: []}
     out = deberta_run("out", *ways[reached])

@@ -110,7 +110,7 @@ def test_weights_are_float32_by_default(make_base):
 
 
 @pytest.fixture
-def train(make_trainer, tmp_path):
+def train(make_trainer):
     """Trains LoRA on the base in a file, and returns the Trainer."""
 
     def run(path, **settings):

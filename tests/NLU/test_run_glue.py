@@ -146,7 +146,7 @@ def test_contradicting_consistency_flags_are_errors(run_glue, capsys, flags):
     assert "leave out those flags, or --" in capsys.readouterr().err
 
 
-def test_max_seq_length_is_checked_against_the_model_s_positions(run_glue):
+def test_max_seq_length_is_checked_against_the_model_s_positions():
     from transformers import DebertaV2Config, RobertaConfig
 
     roberta = RobertaConfig(max_position_embeddings=66)
@@ -476,9 +476,7 @@ def test_an_adapter_can_start_training_for_another_task(glue, trained, tiny_glue
     assert (tensors[name] - lora_of(trained)[name]).abs().max() < 0.02
 
 
-def test_training_an_adapted_model_warns_that_it_stays_adapted(
-    glue, trained, tiny_glue, tmp_path, caplog
-):
+def test_training_an_adapted_model_warns_that_it_stays_adapted(glue, trained, tiny_glue, caplog):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
     glue(*arguments, "--output_dir", "silent", "--apply_lora", base=trained / "checkpoint-12")
     glue(*arguments, "--output_dir", "evaluated", base=trained / "checkpoint-12")
@@ -488,9 +486,7 @@ def test_training_an_adapted_model_warns_that_it_stays_adapted(
     assert caplog.text.count("checkpoint-12 was trained with --apply_lora, which stays on") == 1
 
 
-def test_weights_that_an_adapter_loads_are_not_reported_as_new(
-    glue, trained, tiny_glue, tmp_path, caplog
-):
+def test_weights_that_an_adapter_loads_are_not_reported_as_new(glue, trained, tiny_glue, caplog):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora"]
     path = trained / "pytorch_model_lora.safetensors"
     glue(*arguments, "--do_eval", "--lora_path", path, "--output_dir", "out")
@@ -511,7 +507,7 @@ def test_weights_that_an_adapter_loads_are_not_reported_as_new(
     ],
 )
 def test_weights_that_no_adapter_loads_are_reported_as_new(
-    glue, tiny_glue, tmp_path, caplog, first, second, new_kinds
+    glue, tiny_glue, caplog, first, second, new_kinds
 ):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--max_steps", 1]
     glue(*arguments, *first, "--output_dir", "out")

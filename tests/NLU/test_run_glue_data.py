@@ -59,9 +59,7 @@ def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):
 
 
 @pytest.mark.slow
-def test_pad_to_max_length_changes_no_loss(
-    glue, trained, tiny_glue, tmp_path, base_without_dropout
-):
+def test_pad_to_max_length_changes_no_loss(glue, tiny_glue, tmp_path, base_without_dropout):
     for name, flags in (("short", []), ("long", ["--pad_to_max_length"])):
         arguments = [*on_rte(tiny_glue, name), *flags, "--learning_rate", 1e-3]
         glue(*arguments, "--evaluation_strategy", "epoch", base=base_without_dropout)

@@ -169,7 +169,7 @@ def test_convert_info_shows_the_variant(run, capsys, name):
         "--lora_rank_pattern layer.*.value=4 --lora_alpha_pattern query=8.0",
     ],
 )
-def test_flags_equal_to_the_defaults_are_not_recorded(glue, run, tiny_glue, tmp_path, flags):
+def test_flags_equal_to_the_defaults_are_not_recorded(glue, tiny_glue, tmp_path, flags):
     """All layers are recorded as no choice of layers, and an equal rank is not in the pattern."""
     train = ["--do_train", *LORA, *flags.split(), "--max_steps", 1]
     glue(*on_rte(tiny_glue, *train), "--output_dir", "out")
@@ -270,7 +270,7 @@ def test_bad_input_is_an_error_of_one_line(
     assert message in line
 
 
-def test_splitting_dora_into_a_bin_file_is_refused(run, split_lora, tmp_path, capsys):
+def test_splitting_dora_into_a_bin_file_is_refused(run, split_lora, tmp_path):
     with pytest.raises(ValueError, match="variant dora"):
         split_lora.main([str(run("dora")), str(tmp_path / "lora.bin")])
     assert not (tmp_path / "lora.bin").exists()

@@ -158,7 +158,7 @@ def test_numbers_as_tags_are_in_numerical_order(tmp_path):
     assert data.tables["train"].rows[TAGS][0] == [2, 1, 0]
 
 
-def test_a_data_set_s_names_of_tags_are_used(tmp_path):
+def test_a_data_set_s_names_of_tags_are_used():
     """As on the hub: numbers, whose names are in the data set's own order."""
     from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
@@ -379,7 +379,7 @@ def test_dates_in_a_file_without_objects_are_an_error(tmp_path):
     assert error_of(read_table, str(path)) == message
 
 
-def test_a_data_set_s_timestamps_are_not_texts(tmp_path):
+def test_a_data_set_s_timestamps_are_not_texts():
     from datasets import Dataset
 
     when = datetime.datetime(2020, 1, 1)

@@ -157,7 +157,7 @@ def test_a_missing_best_checkpoint_is_replaced_by_the_best_remaining_one(
     assert warning in caplog.text
 
 
-def test_resuming_with_another_metric_compares_all_evaluations(make_trainer, tmp_path, caplog):
+def test_resuming_with_another_metric_compares_all_evaluations(make_trainer, tmp_path):
     make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
     trainer = resumed(make_trainer, tmp_path, 9, 9, metric_for_best_model="loss")
     losses = {r["step"]: r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r}

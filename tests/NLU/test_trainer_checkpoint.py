@@ -498,9 +498,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         make_trainer(make_model(**settings)).train(str(checkpoint))
 
 
-def test_a_checkpoint_on_another_base_is_refused(
-    make_trainer, make_model, checkpoint, tiny_base, tmp_path
-):
+def test_a_checkpoint_on_another_base_is_refused(make_trainer, checkpoint, tiny_base, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(tiny_base, other)
     tensors, _ = read_tensors(other / "pytorch_model.bin")

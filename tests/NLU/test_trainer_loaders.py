@@ -62,7 +62,7 @@ def test_drop_last_changes_loaders_but_not_evaluate(make):
     assert trainer.evaluate()["eval_rows"] == 9
 
 
-def test_loaders_yield_the_collator_s_batches(make_trainer, make_model):
+def test_loaders_yield_the_collator_s_batches(make_trainer):
     """They leave out `packed_rows`, which training adds for models of this package."""
     trainer = make_trainer()
     for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):

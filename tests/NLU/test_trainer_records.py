@@ -90,7 +90,7 @@ def test_a_run_is_drawn_at_its_end(make_trainer, tmp_path, drawn):
 NAMES = ("loss", "learning_rate", "eval_loss", "eval_spread")
 
 
-def test_a_resumed_run_is_drawn_as_a_whole(make_trainer, tmp_path, drawn):
+def test_a_resumed_run_is_drawn_as_a_whole(make_trainer, drawn):
     pytest.importorskip("matplotlib")
     for resume, more in ((False, {}), (True, {"num_train_epochs": 3})):
         settings = {**PLOT, "save_strategy": "epoch", "num_train_epochs": 2, **more}
@@ -149,7 +149,7 @@ def test_an_evaluation_of_the_best_model_is_not_drawn_as_the_last_step_s(make_tr
     assert len(drawn) == 1
 
 
-def test_other_processes_draw_nothing(make_trainer, tmp_path, drawn):
+def test_other_processes_draw_nothing(make_trainer, drawn):
     trainer = make_trainer(**PLOT)
     callback = CurvesCallback()
     state = trainer.state

@@ -314,7 +314,7 @@ def test_default_space():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs optuna")
-def test_a_search_with_optuna_itself(make, tmp_path):
+def test_a_search_with_optuna_itself(make):
     trainer = make(model_init=start, evaluation_strategy="epoch")
     best = trainer.hyperparameter_search(hp_space=rates, n_trials=3)
     assert best.hyperparameters.keys() == {"begin", "learning_rate"}

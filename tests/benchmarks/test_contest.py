@@ -156,7 +156,7 @@ def test_rows_without_their_baseline_are_left_out(contest, runners, fake_worker,
     assert "half" not in capsys.readouterr().out
 
 
-def test_only_selects_by_name_or_precision(contest, runners, fake_worker, capsys):
+def test_only_selects_by_name_or_precision(contest, runners, fake_worker):
     plans = fake_worker(lambda plan: 1)
     measurement = with_half(contest, runners)
     for only, names in (("c", "ac"), ("bfloat16", ["half"])):

@@ -138,7 +138,7 @@ def test_a_compiled_model_is_refused():
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "resnet", "convolutions"])
 @PLAIN_AND_DORA
 @torch.no_grad()
-def test_an_adapted_model_is_dispatched_by_accelerate(name: str, variant: str, tmp_path):
+def test_an_adapted_model_is_dispatched_by_accelerate(name: str, variant: str):
     case = BY_NAME[name]
     model = with_lora(case, variant).eval()
     output = output_of(model, case.batch())

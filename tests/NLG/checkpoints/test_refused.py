@@ -247,7 +247,7 @@ def test_a_lora_file_without_its_base(lora_path):
     refuses([f"{lora_path}: needs the base", "--init_checkpoint"], (), lora_path)
 
 
-def test_a_base_as_the_lora_file(tmp_path, base_path):
+def test_a_base_as_the_lora_file(base_path):
     refuses(
         ["none of its 28 tensors is LoRA's", "has to be given as the base"],
         ("--init_checkpoint", base_path),

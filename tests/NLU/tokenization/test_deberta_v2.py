@@ -250,7 +250,7 @@ def test_a_special_token_that_is_missing_is_added_with_a_warning(folder, caplog)
     ],
     ids=lambda files: next(iter(files)),
 )
-def test_added_tokens(folder, tmp_path, files):
+def test_added_tokens(folder, files):
     for name, content in files.items():
         write(folder / name, content)
     tokenizer = DebertaV2Tokenizer.from_pretrained(folder)
@@ -299,7 +299,7 @@ def test_saved_and_opened_again(tiny, tmp_path):
     assert content["tokenizer_class"] == "DebertaV2Tokenizer"
 
 
-def test_auto_tokenizer(tiny, tmp_path):
+def test_auto_tokenizer(tiny):
     for use_fast, kind in ((True, DebertaV2TokenizerFast), (False, DebertaV2Tokenizer)):
         tokenizer = AutoTokenizer.from_pretrained(tiny, use_fast=use_fast, model_max_length=9)
         assert type(tokenizer) is kind

@@ -130,7 +130,7 @@ def test_an_added_token_with_another_id_is_an_error(folder):
         RobertaTokenizerFast.from_pretrained(folder)
 
 
-def test_special_tokens_missing_in_the_vocabulary_are_added(tiny, tmp_path, warnings):
+def test_special_tokens_missing_in_the_vocabulary_are_added(tmp_path, warnings):
     tokens = [token for token in FIXTURE["vocabulary"] if token not in ("<s>", "<mask>")]
     maker.write_vocabulary(tmp_path, tokens, FIXTURE["merges"])
     tokenizer = RobertaTokenizerFast.from_pretrained(tmp_path)
@@ -242,7 +242,7 @@ def test_use_fast_changes_nothing(tiny):
 
 
 @pytest.mark.slow
-def test_from_the_hub(tokenizer, hub_server, tmp_path, monkeypatch):
+def test_from_the_hub(tokenizer, hub_server, tmp_path):
     tokenizer.save_pretrained(hub_server.root / "someone" / "tiny")
     code = (
         "import sys; from transformers import RobertaTokenizerFast as R\n"

@@ -220,7 +220,7 @@ end_at_once(0)
 
 
 @pytest.mark.distributed
-def test_processes_join_and_watch_each_other(tmp_path):
+def test_processes_join_and_watch_each_other():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -103,7 +103,7 @@ def test_a_full_model_without_lora_in_a_folder(failure, trained, tmp_path):
     assert "holds no LoRA weights; give a checkpoint that was trained with them" in line
 
 
-def test_pefts_adapter_with_weights_of_the_base_is_refused(failure, trained, tmp_path):
+def test_pefts_adapter_with_weights_of_the_base_is_refused(failure, tmp_path):
     query = "roberta.encoder.layer.0.attention.self.query"
     norm = "roberta.encoder.layer.0.output.LayerNorm.weight"
     tensors = {f"{query}.lora_A.weight": torch.ones(4, 16), norm: torch.ones(16)}

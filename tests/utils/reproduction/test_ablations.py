@@ -228,7 +228,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
         RunFile(path, Results)
 
 
-def test_a_missing_matplotlib_is_an_error_before_anything_runs(monkeypatch, out, capsys):
+def test_a_missing_matplotlib_is_an_error_before_anything_runs(monkeypatch, out):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     lines = []
     with pytest.raises(SystemExit):

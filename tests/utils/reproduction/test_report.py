@@ -20,7 +20,7 @@ def test_median_and_interval(values, expected):
     assert report.median_with_interval(values) == expected
 
 
-def test_a_cell_of_every_kind(rows, out, glue):
+def test_a_cell_of_every_kind(rows, out):
     """One cell has finished runs among failed and unfinished ones, others have no figures."""
     for seed, accuracy in ((0, 0.75), (1, 0.5)):
         run = run_of(out, "roberta_base_sst2", seed)

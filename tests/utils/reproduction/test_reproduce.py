@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "utils" / "reproduce.py"
 
 
 @pytest.mark.parametrize("name", ["roberta_base_xyz", "roberta-base fine-tune", "gpt2-md adapter"])
-def test_a_wrong_name(name, capsys):
+def test_a_wrong_name(name):
     with pytest.raises(ValueError, match=f"there is no recipe or row '{name}'") as caught:
         reproduce.main(["roberta_base_rte", name])
     message = str(caught.value)
@@ -257,7 +257,7 @@ def test_names_and_flags_are_checked_before_anything_slow_is_imported():
 
 
 @pytest.mark.slow
-def test_sigterm_ends_it_with_its_table(out, tmp_path):
+def test_sigterm_ends_it_with_its_table(out):
     """The run's program is ended as well, and the run is unfinished."""
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import reproduce\n"
