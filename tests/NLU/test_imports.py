@@ -175,17 +175,12 @@ def test_a_model_is_read_and_trained_without_heavy_imports(tiny_base):
     assert not HEAVY & modules
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("RobertaConfig", ("vocab_size", "hidden_size", "num_hidden_layers")),
-        ("DebertaV2Config", ("vocab_size", "hidden_size", "num_hidden_layers")),
-    ],
-)
-def test_configs_take_settings_in_upstreams_order(name, first):
+@pytest.mark.parametrize("name", ["RobertaConfig", "DebertaV2Config"])
+def test_configs_take_settings_in_upstreams_order(name):
     """Code that gives them by position, as upstream allows, means the same here."""
-    places = (*first, "num_attention_heads", "intermediate_size", "hidden_act")
-    places += ("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings")
+    places = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    places += ("intermediate_size", "hidden_act", "hidden_dropout_prob")
+    places += ("attention_probs_dropout_prob", "max_position_embeddings")
     places += ("type_vocab_size", "initializer_range", "layer_norm_eps")
     parameters = list(inspect.signature(getattr(transformers, name)).parameters)
     assert parameters[: len(places)] == list(places)

@@ -306,18 +306,18 @@ def test_several_labels_per_text_are_refused(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
+    ("changed", "message"),
     [
-        ({"input_ids": None}, ValueError, "either input_ids or inputs_embeds: neither were given"),
-        ({"inputs_embeds": torch.ones(3, 7, 32)}, ValueError, "both were given"),
-        ({"attention_mask": torch.ones(3, 7, 6)}, ValueError, r"attention_mask is \(3, 7, 6\)"),
-        ({"attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, r"is \(3, 1, 7, 7\)"),
-        ({"attention_mask": torch.zeros(3, 6)}, ValueError, r"is \(3, 6\), the batch is \(3, 7\)"),
+        ({"input_ids": None}, "either input_ids or inputs_embeds: neither were given"),
+        ({"inputs_embeds": torch.ones(3, 7, 32)}, "both were given"),
+        ({"attention_mask": torch.ones(3, 7, 6)}, r"attention_mask is \(3, 7, 6\)"),
+        ({"attention_mask": torch.ones(3, 1, 7, 7)}, r"is \(3, 1, 7, 7\)"),
+        ({"attention_mask": torch.zeros(3, 6)}, r"is \(3, 6\), the batch is \(3, 7\)"),
     ],
 )
-def test_wrong_arguments_are_refused(family, changed, error, message):
+def test_wrong_arguments_are_refused(family, changed, message):
     model, given = model_and_batch(family)
-    with pytest.raises(error, match=message) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         model(**{**given, **changed})
     assert "\n" not in str(raised.value)
 

@@ -29,10 +29,9 @@ REAL_GLUE = SHARED / "data" / "glue"
 
 
 @pytest.mark.parametrize(
-    ("task", "metric", "words"),
-    [("cola", "matthews_correlation", "01"), ("SST-2", "accuracy", "01")],
+    ("task", "metric"), [("cola", "matthews_correlation"), ("SST-2", "accuracy")]
 )
-def test_tasks_of_one_sentence(glue, tiny_glue, tmp_path, task, metric, words):
+def test_tasks_of_one_sentence(glue, tiny_glue, tmp_path, task, metric):
     arguments = ["--task_name", task, "--data_dir", tiny_glue, "--do_train", "--do_eval"]
     arguments += ["--do_predict", *LORA, "--max_steps", 2, "--max_train_samples", 16]
     glue(*arguments, "--max_val_samples", 5, "--max_test_samples", 3, "--output_dir", "out")
@@ -42,7 +41,7 @@ def test_tasks_of_one_sentence(glue, tiny_glue, tmp_path, task, metric, words):
     name = task.lower().replace("-", "")
     rows = (tmp_path / "out" / f"test_results_{name}.txt").read_text().splitlines()[1:]
     assert len(rows) == 3
-    assert all(row.split("\t")[1] in words for row in rows)
+    assert all(row.split("\t")[1] in "01" for row in rows)
 
 
 def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):

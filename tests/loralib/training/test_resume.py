@@ -116,11 +116,11 @@ def test_restore_does_not_check_entries_that_need_no_check():
     assert schedule.state_dict()["_step_count"] == "3"
 
 
-@pytest.mark.parametrize(("before", "now"), [(10, 10), (10, 12), (10, 8)])
-def test_only_a_schedule_of_another_length_is_warned_of(before, now, caplog):
-    warn_of_length("run", before, now)
-    expected = f"run belongs to a run of {before} steps, but this run has {now}: from here on"
-    assert [text.startswith(expected) for text in caplog.messages] == [True] * (before != now)
+@pytest.mark.parametrize("now", [10, 12, 8])
+def test_only_a_schedule_of_another_length_is_warned_of(now, caplog):
+    warn_of_length("run", 10, now)
+    expected = f"run belongs to a run of 10 steps, but this run has {now}: from here on"
+    assert [text.startswith(expected) for text in caplog.messages] == [True] * (now != 10)
 
 
 def test_a_run_with_other_settings_is_refused(tmp_path):
