@@ -25,7 +25,6 @@ PEFT = maker.PeftFixture()
 CASES = [case for case in maker.CASES if maker.family_of(case) == "gpt2"]
 # Updates of one block for the query and one for the value, as the release's layers have.
 IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
-NOT_IN_BLOCKS = [case for case in CASES if case not in IN_BLOCKS]
 # The scripts' models have LoRA layers only for these. They merge other adapters into the base.
 WITH_LAYERS = {
     "gpt2_blocks": "attn.c_attn",
