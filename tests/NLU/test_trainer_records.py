@@ -185,8 +185,7 @@ def test_tables_of_a_run_s_settings_and_results_are_logged(
     trainer = make_trainer(**settings)
     trainer.train()
     trainer.log_end()
-    (before,) = (text for text in caplog.messages if text.startswith("training\n"))
-    rows = rows_of(before)
+    rows = logged(caplog, "training")
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in trainer.model.parameters())
     assert rows == {
@@ -201,8 +200,7 @@ def test_tables_of_a_run_s_settings_and_results_are_logged(
         "learning rate": f"{trainer.args.learning_rate:g}",
         "output": str(tmp_path / "out"),
     }
-    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
-    rows = rows_of(after)
+    rows = logged(caplog, "finished")
     losses = {r["eval_loss"]: r["step"] for r in trainer.state.log_history if "eval_loss" in r}
     step = losses[min(losses)]  # an epoch has five
     best = f"step {step}, epoch {step // 5}: loss {min(losses):.4g} (by loss)"
@@ -213,18 +211,15 @@ def test_tables_of_a_run_s_settings_and_results_are_logged(
     caplog.clear()
     again = make_trainer(**{**settings, "num_train_epochs": 3})
     again.train(resume_from_checkpoint=True)
-    (before,) = (text for text in caplog.messages if text.startswith("training\n"))
     folder = tmp_path / "out" / "checkpoint-10"
-    assert rows_of(before)["resuming from"] == f"{folder}, step 10"
+    assert logged(caplog, "training")["resuming from"] == f"{folder}, step 10"
     again.log_end()
-    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
-    assert "; 15 steps, the last 5 in " in rows_of(after)["trained"]
+    assert "; 15 steps, the last 5 in " in logged(caplog, "finished")["trained"]
 
     caplog.clear()
     again.train(resume_from_checkpoint=True)
     again.log_end()
-    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
-    assert rows_of(after)["trained"].endswith("; 15 steps, all before this start")
+    assert logged(caplog, "finished")["trained"].endswith("; 15 steps, all before this start")
 
 
 @pytest.mark.parametrize(
@@ -247,13 +242,13 @@ def test_the_best_evaluation_is_in_the_last_table(make_trainer, caplog, scores, 
     )
     trainer.train()
     trainer.log_end()
-    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
-    assert rows_of(after)["best"] == best
+    assert logged(caplog, "finished")["best"] == best
 
 
-def rows_of(text: str) -> dict[str, str]:
-    """Returns the rows of a table, without its heading, by name."""
-    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
+def logged(caplog, heading: str) -> dict[str, str]:
+    """Returns the rows of the table that is logged under a heading, by name."""
+    (table,) = (text for text in caplog.messages if text.startswith(f"{heading}\n"))
+    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in table.splitlines()[1:])
 
 
 def test_one_step_and_one_epoch_are_in_the_singular(make_trainer, caplog):
@@ -261,9 +256,8 @@ def test_one_step_and_one_epoch_are_in_the_singular(make_trainer, caplog):
     trainer = make_trainer(**settings)
     trainer.train()
     trainer.log_end()
-    before, after = (t for t in caplog.messages if t.startswith(("training\n", "finished\n")))
-    assert rows_of(before)["steps"] == "1 of 20 examples, 1 epoch"
-    assert "; 1 step in " in rows_of(after)["trained"]
+    assert logged(caplog, "training")["steps"] == "1 of 20 examples, 1 epoch"
+    assert "; 1 step in " in logged(caplog, "finished")["trained"]
 
 
 def test_a_loss_logged_within_the_first_step_has_a_line(make_trainer, caplog):
@@ -295,8 +289,7 @@ def test_only_the_main_process_logs_the_tables(make_trainer, caplog, monkeypatch
 
 def test_any_module_is_named_by_its_class(tmp_path, caplog):
     make_line_trainer(tmp_path, log_level="info").train()
-    (before,) = (text for text in caplog.messages if text.startswith("training\n"))
-    rows = rows_of(before)
+    rows = logged(caplog, "training")
     assert (rows["model"], rows["adapted by"]) == ("Line", "nothing")
 
 
