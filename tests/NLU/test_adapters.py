@@ -7,7 +7,7 @@ import torch
 from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
 from compare import assert_same_bits
 from deberta_cases import XXLARGE
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from half_products import choose_processor, step_and_evaluate
 
 from loralib.training.precision import Precision, cast_frozen
@@ -18,9 +18,6 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 from transformers.modeling_encoder import Intermediate, SubLayerOutput
-
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
 
 # ---- the formulas ----
 

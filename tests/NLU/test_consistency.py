@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 
 from transformers import Trainer, TrainingArguments, consistency
 
 FAMILIES = ("roberta", "deberta")
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SPECIAL = [0, 1, 2, 3, 4]  # 1 is the padding of `batch`, 2 its first token
 HIDING = {"masking_prob": 0.5, "unk_token_id": 3, "special_token_ids": SPECIAL}
 

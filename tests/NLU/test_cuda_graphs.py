@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from simulated_gpu import GPUS, SimulatedGpu, to_cpu
 from simulated_graphs import SimulatedGraphs
 from trainer_runs import collate, make_data
@@ -31,7 +31,6 @@ from transformers.modeling_losses import IGNORED_LABEL
 from transformers.trainer_pt_utils import LabelSmoother
 
 FAMILIES = ("roberta", "deberta")
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Ten updates, each by a gradient that rounds as often as an encoder's output.
 TERMS = 10 * ENCODER_TERMS
 SLOW = {"logging_steps": 1, "learning_rate": 1e-3}

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from adapted_encoders import CROSS, settings_of
 from compare import assert_same_bits
+from encoder_options import NO_DROPOUT
 from half_products import HalfProducts, choose_processor
 from head_cases import (
     INPUTS,
@@ -29,7 +30,6 @@ from loralib.training.precision import Precision
 from transformers.data.data_collator import PackedCollator
 from transformers.modeling_losses import classification_loss, mean_loss
 
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CASES = [(*pair, case) for pair in PAIRS for case in maker.cases(pair[1], INPUTS)]
 # Upstream counts padding among the possible answers, and holes among the tokens that predict.
 SAME_LOSS = [

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import assert_close_to_rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from glue_runs import LORA as LORA_FLAGS
 from glue_runs import common, failure, on_rte, results
 
@@ -27,7 +27,6 @@ from loralib.positions import lora_reaches_positions, shared_projections, unshar
 pytestmark = pytest.mark.slow
 
 LORA = {"apply_lora": True, "lora_r": 3, "lora_alpha": 12}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 KINDS = pytest.mark.parametrize("reached", [False, True], ids=["contents", "positions"])
 
 

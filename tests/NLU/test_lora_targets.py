@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from compare import assert_close_to_rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from torch import nn
 
 import loralib as lora
@@ -36,8 +36,7 @@ MODULES = {
 @pytest.fixture
 def build(make_classifier):
     def make(family, **settings):
-        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        given = {**no_dropout, "num_labels": 3, "pad_token_id": 1, **settings}
+        given = {**NO_DROPOUT, "num_labels": 3, "pad_token_id": 1, **settings}
         return make_classifier(family, **given)
 
     return make

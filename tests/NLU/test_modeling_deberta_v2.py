@@ -21,7 +21,7 @@ from deberta_cases import (
     literal_logits,
     literal_rows,
 )
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from safetensors.torch import load_file
 
 import loralib as lora
@@ -36,7 +36,6 @@ from transformers import (
 
 ATTENTION = importlib.import_module("transformers.models.deberta_v2.attention_deberta_v2")
 UPSTREAM = load_file(maker.FIXTURE)
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def real(tensor, arguments):

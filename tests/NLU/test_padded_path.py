@@ -7,7 +7,7 @@ import make_plain_fixture as maker
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from safetensors.torch import load_file
 
 from loralib.nn.packing import PackedRows
@@ -16,7 +16,6 @@ from transformers import AutoModelForSequenceClassification
 FAMILIES = tuple(maker.FAMILIES)
 CASES = [(family, case) for family, cases in maker.CASES.items() for case in cases]
 LABELS = {"mlm": torch.tensor([[-100, 5, 6, -100, 7, 8, 9]] * 3), "classifier": torch.arange(3)}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ALL_OUTPUTS = {"output_attentions": True, "output_hidden_states": True}
 
 

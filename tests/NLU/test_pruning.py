@@ -6,7 +6,7 @@ import make_plain_fixture as maker
 import pytest
 import torch
 from compare import assert_close_to_rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 
 from transformers import AutoModelForSequenceClassification
 
@@ -41,8 +41,7 @@ def shapes(model):
     ],
 )
 def test_pruned_heads_give_the_logits_of_masked_heads(settings, trains, tmp_path):
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = maker.build("roberta", "classifier", **settings, **no_dropout).train(trains)
+    model = maker.build("roberta", "classifier", **settings, **NO_DROPOUT).train(trains)
     expected = model(**GIVEN, head_mask=MASK).logits
     model.prune_heads(PRUNED)
     assert model.config.pruned_heads == {0: [0, 2], 1: [1]}

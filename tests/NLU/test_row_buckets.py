@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from encoder_options import NO_DROPOUT
 from half_products import choose_processor
 from multiplied_rows import MultipliedRows
 
@@ -12,7 +13,6 @@ from loralib.nn import row_buckets
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 FAMILIES = ("roberta", "deberta")
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def step(model, batch):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits, rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from simulated_gpu import GPUS, SimulatedGpu, on_cpu, to_cpu
 from trainer_runs import trained
 
@@ -27,7 +27,6 @@ CONSISTENCY = {
     "R-Drop": {"reg_loss_wgt": 1.0},
     "Cutoff": {"masking_prob": 0.5, "unk_token_id": 3, "special_token_ids": [0, 1, 2, 3, 4]},
 }
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # The most kernels of an update: two layers, forward and backward, with casts and the optimizer.
 LAUNCHES = {"roberta": 160, "deberta": 220}
 

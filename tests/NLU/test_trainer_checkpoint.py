@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_same_bits
+from encoder_options import NO_DROPOUT
 from product_methods import ChosenMethods
 from small_trainers import make_line_trainer, make_points
 from trainer_runs import (
@@ -504,9 +505,8 @@ def test_a_checkpoint_on_another_base_is_refused(make_trainer, checkpoint, tiny_
     tensors, _ = read_tensors(other / "pytorch_model.bin")
     name = "encoder.layer.0.output.dense.weight"
     write_tensors(other / "pytorch_model.bin", {**tensors, name: tensors[name] * 2})
-    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     model = RobertaForSequenceClassification.from_pretrained(
-        other, apply_lora=True, lora_r=4, lora_alpha=8, **no_dropout
+        other, apply_lora=True, lora_r=4, lora_alpha=8, **NO_DROPOUT
     )
     with pytest.raises(CheckpointError, match="was trained on another base"):
         make_trainer(model).train(str(checkpoint))

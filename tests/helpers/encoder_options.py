@@ -5,6 +5,8 @@
 # embeddings and a head.
 ENCODER_TERMS = 2 * (4 * 32 + 8 + 18 + 64) + 3 * 32 + 3 * 32
 
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
 # DeBERTa-v2 with the options of its xxlarge model.
 RELATIVE = {
     "relative_attention": True,

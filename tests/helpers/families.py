@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from encoder_options import NO_DROPOUT
 from make_peft_fixture import FAMILIES as SHAPES
 from make_peft_fixture import PeftFixture
 from paths import ROOT
@@ -61,9 +62,8 @@ class Family:
 
 
 def _open_encoder(base: Path, adapter: Adapter | None) -> nn.Module:
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if adapter is None:
-        return AutoModelForSequenceClassification.from_pretrained(base, **no_dropout)
+        return AutoModelForSequenceClassification.from_pretrained(base, **NO_DROPOUT)
     known = adapter.metadata
     positions = {} if known.positions is None else {"lora_positions": known.positions}
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -73,7 +73,7 @@ def _open_encoder(base: Path, adapter: Adapter | None) -> nn.Module:
         lora_alpha=known.alpha,
         lora_targets=targets_of_modules(known.targets),
         **positions,
-        **no_dropout,
+        **NO_DROPOUT,
     )
     assert model.load_adapters([adapter]) == []
     return model

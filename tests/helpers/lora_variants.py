@@ -2,6 +2,7 @@
 
 import torch
 from conversions import BATCH
+from encoder_options import NO_DROPOUT
 
 from transformers import AutoModelForSequenceClassification
 
@@ -35,9 +36,8 @@ def settings_of(name: str) -> dict:
 def build(base, **settings):
     """A classifier of three classes on a base, without dropout, in evaluation mode."""
     torch.manual_seed(7)
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = AutoModelForSequenceClassification.from_pretrained(
-        base, num_labels=3, **no_dropout, **settings
+        base, num_labels=3, **NO_DROPOUT, **settings
     )
     if model.adapted_by:
         model.train_only(kind.part for kind in model.adapted_by)

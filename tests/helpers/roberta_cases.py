@@ -15,7 +15,6 @@ KINDS = {
 }
 LABELS = {"mlm": "tokens_wanted", "classifier": "classes", "regressor": "scores"}
 LORA = {"apply_lora": True, "lora_r": 2, "lora_alpha": 6}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def part(upstream, start):

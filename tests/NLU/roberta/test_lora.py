@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from compare import assert_close_to_rounding
-from encoder_options import ENCODER_TERMS
-from roberta_cases import KINDS, LABELS, LORA, NO_DROPOUT, close
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
+from roberta_cases import KINDS, LABELS, LORA, close
 
 import loralib as lora
 from loralib.training.precision import Precision, all_in_half, cast_frozen

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
-from encoder_options import ENCODER_TERMS
+from encoder_options import ENCODER_TERMS, NO_DROPOUT
 from half_products import assert_as_exact_as_plain
-from roberta_cases import CASES, KINDS, LABELS, LORA, NO_DROPOUT, close, real
+from roberta_cases import CASES, KINDS, LABELS, LORA, close, real
 
 from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import _attend_one_by_one, _attend_padded
