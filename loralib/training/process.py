@@ -4,9 +4,7 @@ PyTorch is not imported here, because that takes a second and some scripts do no
 """
 
 import atexit
-import errno
 import gc
-import io
 import logging
 import os
 import signal
@@ -15,12 +13,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
 from ..io.console import ConsoleHandler, say
 from ..io.elastic_error import tell_launcher
 from .launcher_env import rank
+from .standard_streams import OUTPUT, drop_output, flushing_output, set_up_streams
 
 # The levels that `set_up_logging` accepts.
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -73,76 +72,11 @@ def begin() -> None:
     The garbage collector is off, see `without_collector`. Ctrl-C ends the process at once with one
     line, because there is nothing to clean up yet, and an exception within an import may be lost.
     """
-    _set_up_streams()
+    set_up_streams()
     gc.disable()
     # Not if the signal is ignored, as in background jobs of a shell script.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_interrupted)
-
-
-def _set_up_streams() -> None:
-    """Opens standard error if it is missing, and makes standard output safe for all characters.
-
-    A stream is None if it was closed, as by ``2>&-``, or never existed, as for Windows services.
-    Standard output's encoding may lack characters, such as "√" on a pipe in Windows. They are then
-    escaped, as on standard error, instead of raising an error. Errors of standard output name it,
-    see `_Output`.
-    """
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
-    _set_up_output()
-
-
-_OUTPUT = "standard output"  # in its errors, stands for the name of a file
-
-
-class _Output(io.FileIO):
-    """Standard output's file, whose errors can be told from those of other pipes."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            written = super().write(data)
-            if written is None:  # the output does not block, and takes nothing now
-                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, _OUTPUT) from error
-        return written
-
-
-class _Unbuffered(_Output):
-    """Standard output's file with ``python -u``: no buffer writes what one call leaves over."""
-
-    def write(self, data: Any, /) -> int:
-        """Writes all of `data`. The system may take only a part at first, as on a full disk."""
-        content, done = memoryview(data).cast("B"), 0
-        while done < len(content):
-            done += super().write(content[done:])
-        return done
-
-
-def _set_up_output() -> None:
-    """Replaces Python's own standard output by one with an `_Output`."""
-    stream = sys.stdout
-    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
-        return  # a test's or a notebook's stream
-    file = getattr(stream.buffer, "raw", stream.buffer)  # the buffer is the file with python -u
-    if type(file) is not io.FileIO:
-        return  # a Windows console
-    stream.flush()
-    is_buffered = file is not stream.buffer
-    own = (_Output if is_buffered else _Unbuffered)(stream.fileno(), "w", closefd=False)
-    own.name = file.name  # "<stdout>", as of Python's own, instead of the descriptor's number
-    new: Any = io.TextIOWrapper(
-        io.BufferedWriter(own) if is_buffered else own,
-        stream.encoding,
-        stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
-    new.mode = stream.mode
-    sys.stdout = new
 
 
 def _end_interrupted(*_: object) -> None:
@@ -231,18 +165,18 @@ def run(
         timeout: the script's name for the time for which processes wait for each other.
     """
     global _is_script
-    _set_up_streams()
+    set_up_streams()
     if not gc.isenabled():
         _is_script = True
         _turn_collector_on()
     if signal.getsignal(signal.SIGINT) is _end_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with _flushing_output():
+        with flushing_output():
             main()
         _leave_group()
     except _expected_errors() as error:
-        if isinstance(error, BrokenPipeError) and error.filename == _OUTPUT:
+        if isinstance(error, BrokenPipeError) and error.filename == OUTPUT:
             _end(_UNREAD)
         if os.environ.get("LORA_DEBUG") == "1":
             raise
@@ -266,46 +200,8 @@ def run(
         _end(1)
     except KeyboardInterrupt:
         _say_interrupted(report)
-        _drop_output()
+        drop_output()
         sys.exit(_INTERRUPTED)
-
-
-@contextmanager
-def _flushing_output() -> Iterator[None]:
-    """Flushes standard output at the block's end, so that an error in writing can be handled.
-
-    At the interpreter's exit it could not be. If the block raises an error, that one is raised.
-    """
-    try:
-        yield
-    except SystemExit as ended:
-        if ended.code:
-            _drop_output()
-        else:  # such as after --help
-            _flush_output()
-        raise
-    except BaseException:
-        _drop_output()
-        raise
-    _flush_output()
-
-
-def _flush_output() -> None:
-    if sys.stdout is not None and not sys.stdout.closed:
-        sys.stdout.flush()
-
-
-def _drop_output() -> None:
-    """Flushes standard output, or drops it if it cannot be written.
-
-    Otherwise the interpreter's exit would raise another error after the one that ends the process.
-    """
-    try:
-        _flush_output()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 _UNREAD = 141  # the status that shells report for a program ended by SIGPIPE
@@ -374,7 +270,7 @@ def _end(status: int) -> NoReturn:
     """Ends the process; at once if it belongs to a group, where others wait for it."""
     if _is_in_group():
         end_at_once(status)
-    _drop_output()
+    drop_output()
     sys.exit(status)
 
 

@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-import loralib.training.process as process_module
+from loralib.training.standard_streams import flushing_output, set_up_streams
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -213,7 +213,7 @@ def test_closed_or_missing_output_is_not_flushed(monkeypatch, stream):
         stream = io.TextIOWrapper(io.BytesIO())
         stream.close()
     monkeypatch.setattr(sys, "stdout", stream)
-    with process_module._flushing_output():
+    with flushing_output():
         pass
 
 
@@ -224,7 +224,7 @@ def test_the_users_handling_of_unknown_characters_stays(monkeypatch, errors, exp
     """Set by PYTHONIOENCODING; the default, an error, is replaced."""
     stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors)
     monkeypatch.setattr(sys, "stdout", stream)
-    process_module._set_up_streams()
+    set_up_streams()
     assert (sys.stdout, stream.errors) == (stream, expected)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace())  # such as a notebook's
-    process_module._set_up_streams()
+    set_up_streams()
