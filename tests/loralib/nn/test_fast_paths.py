@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from compare import assert_close_to_rounding
 from torch import nn
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,7 +115,7 @@ def test_selective_checkpointing_gives_the_same_gradients(kind):
     )
     found = torch.autograd.grad(out.square().sum(), trained.values())
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        assert_close_to_rounding(ours, theirs, terms=15 * 12)
 
 
 def test_compiling_needs_no_public_operations_but_exporting_does():
