@@ -19,11 +19,13 @@ from head_cases import (
     real,
     without_labels,
 )
+from safetensors.torch import load_file, save_file
 from two_predictions import make_mlm
 
 import loralib as lora
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.merging import merge_into
+from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.errors import CheckpointError, NeedsMergingError
 from loralib.serving.prepared import prepare
 from transformers.adapter_kinds import BITFIT, BOTTLENECK
@@ -338,6 +340,26 @@ def test_an_untied_vocabulary_belongs_to_the_adapter(tie, tmp_path):
             CheckpointError, match=r"that the model does not have:.* lm_head.decoder.weight"
         ):
             adapted("roberta", "causal_lm", **LORA).load_adapters([read])
+
+
+def test_a_folder_of_peft_may_hold_all_biases_of_a_language_model(tmp_path):
+    """One of them has two names, of which reading keeps one."""
+    settings = {**LORA, "tie_word_embeddings": False}  # else PEFT would save the vocabulary as well
+    trained = adapted("roberta", "causal_lm", **settings)
+    write_adapter(tmp_path / "a", trained.adapter(), "peft")
+    weights, config = (tmp_path / "a" / name for name in (WEIGHTS_NAMES[0], CONFIG_NAME))
+    tensors = load_file(weights)
+    for name, bias in trained.named_parameters(remove_duplicate=False):
+        if name.endswith(".bias"):
+            owner = name.removesuffix(".bias")
+            is_adapted = isinstance(trained.get_submodule(owner), lora.LoRALayer)
+            place = f"base_model.model.{owner}{'.base_layer' if is_adapted else ''}.bias"
+            bias.data.copy_(tensors.setdefault(place, bias.data + 1))
+    save_file(tensors, weights)  # without our metadata
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "all"}))
+    model = with_other_weights(adapted("roberta", "causal_lm", **settings))
+    lora.load_adapter(model, tmp_path / "a")
+    assert_same_bits(model.state_dict(), trained.state_dict())
 
 
 def test_a_vocabulary_that_an_adapter_has_untied_stays_its_own(tmp_path, caplog):
