@@ -168,7 +168,7 @@ def _why_not_modules(adapter: Adapter, modules: Collection[str]) -> str | None:
                     f"{module}, which has LoRA"
                 )
     # A head may share a weight with the base.
-    family, tops = family_of(adapter.tensors), set(map(top_module, adapter.besides))
+    family, tops = family_of(adapter.tensors), set(map(top_module, _saved_as_modules(adapter)))
     for name, kept in (family.tied if family else {}).items():
         if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
             return (
@@ -408,8 +408,20 @@ def _saved_modules(adapter: Adapter) -> set[str]:
             (module for module in as_one if name.startswith(f"{module}.")),
             owner_of(name).partition(".parametrizations.")[0],
         )
-        for name in adapter.besides.keys() - base_biases(adapter.tensors)
+        for name in _saved_as_modules(adapter)
     }
+
+
+def _saved_as_modules(adapter: Adapter) -> set[str]:
+    """Returns the tensors that PEFT saves as parts of modules, and not by its setting `bias`.
+
+    If that is "all", PEFT also trains and saves the biases of a head that it does not save.
+    """
+    names = adapter.besides.keys() - base_biases(adapter.tensors)
+    if adapter.lora.bias != "all":
+        return names
+    tops = {top_module(name) for name in names if not name.endswith("bias")}
+    return {name for name in names if top_module(name) in tops}
 
 
 def _auto_mapping(model_class: type) -> dict[str, str]:

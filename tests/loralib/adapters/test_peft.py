@@ -109,6 +109,17 @@ def test_a_written_folder_has_pefts_settings_and_names(tmp_path, family):
     assert {tensor.shape[0] for n, tensor in held.items() if "lora_A" in n} == {2 * parts}
 
 
+def test_a_head_of_which_only_biases_were_trained_is_not_a_module_to_save(tmp_path):
+    """PEFT would look for its weight. With "all" biases, it saves a head's without the weight."""
+    tensors = tensors_of("deberta") | {"deberta.embeddings.LayerNorm.bias": torch.ones(6)}
+    del tensors["pooler.dense.weight"]
+    metadata = replace(adapter_of("deberta").lora, bias="all")
+    write_adapter(tmp_path / "a", Adapter(tensors, metadata), "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["bias"], config["modules_to_save"]) == ("all", ["classifier"])
+    assert_same_bits(read_adapter(tmp_path / "a").tensors, tensors)
+
+
 def test_gpt2s_two_updates_become_blocks_of_one(tmp_path):
     """The blocks are as drawn in peft.py, and the rest of B is zero."""
     adapter = adapter_of("gpt2")
