@@ -85,7 +85,7 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
             f"{adapter.source}: has no {min(untrained)}, and neither has {base.name}: the merged "
             "model would have an untrained head"
         )
-    brought = {name.partition(".")[0] for name in adapter.tensors}
+    brought = {name.partition(".")[0] for name in adapter.besides}
     backbone = f"{model.base_model_prefix}."
     own = {name for name, _ in model.named_parameters() if not name.startswith(backbone)}
     lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()

@@ -116,6 +116,26 @@ def test_an_update_of_the_embedding_unties_the_head(convert, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "module"), [("roberta", "classifier.dense"), ("deberta", "pooler.dense")]
+)
+def test_the_head_of_the_base_may_have_an_update(convert, tmp_path, family, module):
+    """As with PEFT's "all-linear": its other weights are the base's."""
+    base = make_base(tmp_path / "base", family, head="classifier")
+    names = [LM[family][2].format(layer) for layer in range(2)]
+    tensors = {}
+    for name in (*names, module):
+        tensors |= low_rank(name, 16, 16)
+    write_as_peft(tmp_path / "in", tensors, target_modules=[*names, module])
+    convert(tmp_path / "in", tmp_path / "out", "--to", "merged", "--base", base)
+    merged, before = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "base"))
+    assert merged.keys() == before.keys()
+    A, B = low_rank(module, 16, 16).values()
+    close(merged[f"{module}.weight"], before[f"{module}.weight"] + 10 / 4 * B @ A, terms=5)
+    for name in merged.keys() - {f"{each}.weight" for each in (*names, module)}:
+        assert torch.equal(merged[name], before[name]), name
+
+
 # ---- Heads whose purpose is not in their names ----
 
 CLASSES = {
