@@ -114,7 +114,7 @@ def _check(model: GPT2LMModel, prompts: Sequence[Sequence[int]], settings: BeamS
         )
     for what, ids in (
         ("prompts have token", {token for prompt in prompts for token in prompt}),
-        ("the end token is", set(settings.eos_token_ids)),
+        ("the end token is", settings.eos_token_ids),
     ):
         for token in ids:
             if not 0 <= token < config.vocab_size:

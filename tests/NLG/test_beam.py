@@ -531,7 +531,7 @@ def test_inputs_that_cannot_be_searched(model, prompts, settings, message):
 
 
 def test_a_text_may_fill_all_positions_and_there_may_be_as_many_beams_as_tokens(model):
-    settings = BeamSettings(CONFIG.vocab_size, 11, eos_token_ids=())
+    settings = BeamSettings(CONFIG.vocab_size, 11, min_length=1, eos_token_ids=())
     assert len(search(model, [[1] * 30], settings)[0]) == 11
 
 
