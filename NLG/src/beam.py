@@ -136,7 +136,7 @@ class _Search:
             their number.
         lengths: (prompts,), the lengths of the prompts.
         places: each prompt's index in the batch that was given.
-        found: the generated tokens of prompts whose search is over, by place.
+        found: the best text so far of each prompt, by place; those of dropped prompts are final.
     """
 
     _PER_PROMPT = ("sums", "history", "best_score", "best_text", "best_length", "lengths")
@@ -247,8 +247,7 @@ class _Search:
         count = len(over)
         if not (8 * sum(over) >= count or self.cache.is_full):
             return
-        if any(over):
-            self._store_best(over)
+        self._store_best()
         rows = [row for row in range(count) if not over[row]]
         self.places = [self.places[row] for row in rows]
         kept = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
@@ -257,14 +256,11 @@ class _Search:
         if len(kept):
             self.cache.keep(kept)
 
-    def _store_best(self, over: list[bool]) -> None:
-        """Copies the best texts of searches that are over into `found`."""
-        rows = zip(
-            over, self.places, self.best_text.tolist(), self.best_length.tolist(), strict=True
-        )
-        for is_over, place, text, size in rows:
-            if is_over:
-                self.found[place] = text[:size]
+    def _store_best(self) -> None:
+        """Copies the best texts so far into `found`."""
+        texts, lengths = self.best_text.tolist(), self.best_length.tolist()
+        for place, text, length in zip(self.places, texts, lengths, strict=True):
+            self.found[place] = text[:length]
 
 
 class TreeCache:
@@ -377,7 +373,7 @@ def penalize(logits: Tensor, history: Tensor, ends: Tensor, settings: BeamSettin
         settings: the settings of the search.
     """
     length, size = history.shape[2], settings.no_repeat_ngram_size
-    if settings.repetition_penalty != 1 and length:
+    if settings.repetition_penalty != 1:
         scores, penalty = logits.gather(2, history), settings.repetition_penalty
         logits.scatter_(2, history, torch.where(scores > 0, scores / penalty, scores * penalty))
     if length < settings.min_length:

@@ -66,7 +66,8 @@ def model():
 
 def random_model(seed: int, vocab_size: int) -> GPT2LMModel:
     torch.manual_seed(seed)
-    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=vocab_size, n_positions=32)
+    # In a second layer, what a token attends to in the first one changes the scores after it.
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=vocab_size, n_positions=32)
     model = GPT2LMModel(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -147,7 +148,7 @@ def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, e
         assert search(model, prompts, now) == [best_of(some, length_penalty) for some in texts]
 
 
-@pytest.mark.parametrize("seed", first_is_fast(1, 0, *range(2, 12)))
+@pytest.mark.parametrize("seed", [1, *first_is_fast(3, 0, 2, *range(4, 12))])
 def test_same_as_the_plain_search_on_random_models_and_settings(seed):
     draw = random.Random(seed)
     model = random_model(seed, draw.choice([7, 20, 64, 130]))
