@@ -285,13 +285,9 @@ class CallbackHandler(TrainerCallback):
         Returns:
             The control that a callback returned last, or `control` if none did.
         """
-        nothing = getattr(TrainerCallback, event, None)
         for callback in [*self.callbacks]:  # a callback may add and remove others, or itself
-            method = getattr(callback, event)
-            if getattr(method, "__func__", method) is nothing:
-                continue  # not overridden, as for most callbacks and events
             there = {name: value for name, value in vars(self).items() if name != "callbacks"}
-            result = method(args, state, control, **there, **about)
+            result = getattr(callback, event)(args, state, control, **there, **about)
             control = control if result is None else result
         return control
 
