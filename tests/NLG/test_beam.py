@@ -391,7 +391,7 @@ def test_the_batch_size_does_not_change_how_ties_are_broken(settings, size):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary", [10, 63, 64, 65, 128, 1000])
+@pytest.mark.parametrize("vocabulary", [10, 63, 64, 65, 128, 1000, 1024])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_best_candidates(vocabulary, beams):
     torch.manual_seed(vocabulary)
