@@ -97,9 +97,9 @@ def text_of(target: Target) -> str:
     return target.pattern if isinstance(target, re.Pattern) else target
 
 
-def is_any(name: str, targets: Target | Iterable[Target]) -> bool:
+def is_any(name: str, targets: Iterable[Target]) -> bool:
     """Returns whether one of these targets matches a module's name."""
-    return any(matches(name, target) for target in as_targets(targets))
+    return any(matches(name, target) for target in targets)
 
 
 def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tuple[Target, ...]:
