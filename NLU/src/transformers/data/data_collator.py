@@ -260,7 +260,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
         """Does what `DataCollatorForLanguageModeling` does, with whole words as targets."""
         special = self._special(inputs, special_tokens_mask)
         after_special = F.pad(special, (1, 0), value=True)[:, :-1]
-        starts = self._starts_word[inputs] | special | after_special
+        starts = self._starts_word[inputs] | after_special
         words = starts.cumsum(1).masked_fill_(special, 0)
         lengths = (inputs != self.tokenizer.pad_token_id).sum(1).tolist()
         targets = [
