@@ -263,6 +263,8 @@ def test_for_a_remaining_stack_a_target_that_matches_it_alone_is_suggested():
     with pytest.raises(ValueError, match=left_out + r"re\.compile\(r'down_proj'\)$"):
         find(model, "down_proj", exclude="x.*")
     assert find(model, re.compile("down_proj"), exclude="x.*") == ["down_proj"]
+    with pytest.raises(ValueError, match=r"leave it out of targets as well$"):
+        find(model, "down_proj", exclude=["x.*", re.compile("down_proj")])
 
 
 def test_exclusions_by_the_names_of_stacks_lora_layers_are_checked_too():
