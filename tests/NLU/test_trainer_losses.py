@@ -9,6 +9,7 @@ from simulated_gpu import SimulatedGpu
 from small_trainers import MeanOfTargets, make_targets
 from torch.utils.data import DataLoader
 
+from loralib.io.structure import check_structure
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.trainer_checkpoint import _mean_state
 from transformers.trainer_progress import Progress
@@ -144,6 +145,7 @@ def test_states_of_processes_are_averaged_for_another_number_of_processes():
     assert joined["loss_total"] / joined["weight_total"] == 3.0
     assert joined["loss_since_log"] == joined["loss_total"] == 2.0
     assert joined["empty_total"] > 0
+    check_structure(joined, Progress().state_dict())  # as when the run resumes once more
     assert found["pending_gradients"] == {"a": 6.0}
 
 

@@ -20,7 +20,8 @@ class Progress:
         loss_since_log, loss_total: sums of the losses that have been read, without those of batches
             that have no target (their loss of 0 has no meaning).
         weight_since_log, weight_total: the sums of these losses' weights; an update has weight 1.
-        empty_since_log, empty_total: the number of batches without a target.
+        empty_since_log, empty_total: the number of batches without a target; not whole if it is the
+            mean of several processes, see `trainer_checkpoint.py`.
         first_bad_step: the first step with a loss that is not finite, among those that have been
             read, or -1.
         flos: operations of this process that the Trainer's state does not count yet.
@@ -34,7 +35,7 @@ class Progress:
         self.has_ended = True
         self.loss_since_log = self.loss_total = 0.0
         self.weight_since_log = self.weight_total = 0.0
-        self.empty_since_log = self.empty_total = 0
+        self.empty_since_log = self.empty_total = 0.0
         self.first_bad_step = -1
         self.flos = 0
         self.pending = PendingLosses()
@@ -71,8 +72,8 @@ class Progress:
 
     def note_log(self, step: int) -> None:
         """Resets the sums since the last log, as there is a log at this step."""
-        self.loss_since_log = self.weight_since_log = 0.0
-        self.empty_since_log, self.logged_step = 0, step
+        self.loss_since_log = self.weight_since_log = self.empty_since_log = 0.0
+        self.logged_step = step
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress as plain values, after reading the pending losses."""

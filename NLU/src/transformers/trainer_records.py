@@ -157,7 +157,7 @@ class TrainerRecords:
         when = f"step {best['step']:,}, epoch {best['epoch']:g}"
         return [("best", f"{when}: {listed} (by {own}){kept}")]
 
-    def _mean_loss(self, total: float, steps: int, weight: float, empty: int) -> float:
+    def _mean_loss(self, total: float, steps: int, weight: float, empty: float) -> float:
         """Returns the mean loss of updates over all processes.
 
         Batches without a target are left out, as in evaluations. If all lack one, returns nan.
