@@ -228,13 +228,13 @@ def _is_of_head(bias: str, rest: Collection[str], names: Collection[str]) -> boo
 
     `rest` are the names of tensors that are neither LoRA's nor biases.
     """
-    start = bias.rpartition("bias")[0]
-    if f"{start}weight" in rest:
+    if f"{bias.rpartition('bias')[0]}weight" in rest:
         return True
     # A container with LoRA in it is the base's, even if it also has a trained head in it.
-    if not bias.endswith(".bias") or any(n.startswith(start) and LORA.part in n for n in names):
+    owner = f"{bias.rpartition('.')[0]}."
+    if any(name.startswith(owner) and LORA.part in name for name in names):
         return False
-    return any(name.startswith(start) for name in rest)
+    return any(name.startswith(owner) for name in rest)
 
 
 def lora_metadata(tensors: Collection[str], rank: int, alpha: float) -> LoraMetadata:
