@@ -231,10 +231,14 @@ def _is_of_head(bias: str, rest: Collection[str], names: Collection[str]) -> boo
     if f"{bias.rpartition('bias')[0]}weight" in rest:
         return True
     # A container with LoRA in it is the base's, even if it also has a trained head in it.
-    owner = f"{bias.rpartition('.')[0]}."
-    if any(name.startswith(owner) and LORA.part in name for name in names):
+    owner, _, last = bias.rpartition(".")
+    if any(name.startswith(f"{owner}.") and LORA.part in name for name in names):
         return False
-    return any(name.startswith(owner) for name in rest)
+    # In an attention of the base, out_proj alone may be trained as a whole.
+    return any(
+        name.startswith(f"{owner}.") if last == "bias" else name.rpartition(".")[0] == owner
+        for name in rest
+    )
 
 
 def lora_metadata(tensors: Collection[str], rank: int, alpha: float) -> LoraMetadata:

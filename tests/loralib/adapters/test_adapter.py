@@ -24,9 +24,10 @@ from loralib.io.tensors import read_tensors, write_tensors
     [
         ((), {"a.bias", "a.k_bias_k"}),
         (("a.weight",), set()),  # a head with one layer
-        (("a.dense.weight", "a.norm.weight"), set()),  # a head that ends in a bias
+        # A head that ends in a bias, or an attention of the base whose out_proj is trained.
+        (("a.dense.weight", "a.norm.weight"), {"a.k_bias_k"}),
         (("a.gain",), set()),
-        (("a.parametrizations.weight.original0",), set()),
+        (("a.parametrizations.weight.original0",), {"a.k_bias_k"}),
         (("a.dense.lora_A", "a.dense.lora_B"), {"a.bias", "a.k_bias_k"}),
         (("a.x.lora_A", "a.out.weight"), {"a.bias", "a.k_bias_k"}),  # a base with a head in it
         (("ab.weight",), {"a.bias", "a.k_bias_k"}),
