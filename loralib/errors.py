@@ -209,13 +209,13 @@ class DiskFullError(OSError):
         # Of a new folder's parents, not all may be there.
         there = next(folder for folder in path.absolute().parents if folder.is_dir())
         free = shutil.disk_usage(there).free
-        size = f"at least {needed:,}" if needed else "an unknown number of"
+        size = f"the file takes at least {needed:,} bytes, " if needed else ""
         super().__init__(
             f"{path}: {full}: no more files can be created, the disk has {free:,} bytes free; "
             "remove some files and start again"
             if needed is None
-            else f"{path}: {full}: the file takes {size} bytes, the disk has {free:,} free; make "
-            "room and start again"
+            else f"{path}: {full}: {size}the disk has {free:,} bytes free; make room and start "
+            "again"
         )
 
 

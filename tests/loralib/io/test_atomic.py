@@ -621,14 +621,14 @@ def test_on_a_full_disk_nothing_is_replaced_and_the_error_says_how_much_is_neede
     assert lines.keys() == {writer.__name__ for writer in WRITERS}
     for writer, line in lines.items():
         assert line.startswith(f"{tmp_path}/disk/{writer}/")
-        path, _, rest = line.partition(": the disk is full: the file takes ")
+        path, _, rest = line.partition(": the disk is full: ")
         assert Path(path).stem in ("x", "y")
-        needed, _, free = rest.partition(" bytes, the disk has ")
-        free = int(free.partition(" free; make room")[0].replace(",", ""))
+        needed, _, free = rest.rpartition("the disk has ")
+        free = int(free.partition(" bytes free; make room")[0].replace(",", ""))
         assert 0 < free <= 2**20
-        if "text" in writer and needed == "an unknown number of":
+        if "text" in writer and not needed:
             continue  # it was full before the first byte
-        number = int(needed.removeprefix("at least ").replace(",", ""))
+        number = int(needed.split()[5].replace(",", ""))
         if "text" in writer:
             assert number <= SIZE
         elif "safetensors" in writer or "folder" in writer:
@@ -746,7 +746,9 @@ def test_a_file_of_a_folder_may_not_be_created(tmp_path):
 
 
 def test_a_disk_can_be_full_before_anything_is_written(tmp_path):
-    message = "the file takes an unknown number of bytes, the disk has "
+    message = (
+        "file.txt: the disk is full: the disk has [0-9,]+ bytes free; make room and start again"
+    )
     with pytest.raises(DiskFullError, match=message), atomic_write(tmp_path / "file.txt"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
