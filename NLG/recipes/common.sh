@@ -41,8 +41,19 @@ for flag in "$@"; do
     exit 2
 done
 
+# need_torch: ends the recipe where python lacks PyTorch, as where no environment is active.
+need_torch() {
+    if ! python -c 'import importlib.util, sys
+sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; then
+        echo "$script: error: $(command -v python || echo python) has no torch: activate the" \
+            "environment first, as by \`source .venv/bin/activate\` (docs/installing.md makes it)" >&2
+        exit 1
+    fi
+}
+
 # A wrong flag or value, or a file that is not there.
 if [ $# -gt 0 ]; then
+    need_torch
     PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python recipes/check_flags.py "$script" "$@"
 fi
 # A number of processes, or a word of PyTorch's launcher for one.
@@ -94,6 +105,7 @@ need_inputs() {
     for split in train valid test test_formatted; do
         need "$2/$split.jsonl" "bash download_data.sh $1 && bash create_datasets.sh $1"
     done
+    need_torch
 }
 
 # launch SCRIPT FLAGS…: runs a script on NPROC processes. A single one needs no launcher, whose own

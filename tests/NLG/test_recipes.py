@@ -43,6 +43,31 @@ def test_help_among_any_flags_ends_the_recipe(flags):
         assert variable in ended.stdout
 
 
+@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--estimate"]])
+def test_a_python_without_torch_is_reported(tmp_path, flags):
+    (tmp_path / "vocab").mkdir()
+    (tmp_path / "data" / "e2e").mkdir(parents=True)
+    splits = [f"data/e2e/{name}.jsonl" for name in ("train", "valid", "test", "test_formatted")]
+    for name in ("base.pt", "vocab/encoder.json", *splits):
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "TRIAL_DIR": str(tmp_path)}
+    environment.pop("PYTHONPATH", None)
+    ended = subprocess.run(
+        ["bash", "e2e_gpt2_md.sh", *flags],
+        cwd=ROOT / "NLG",
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"e2e_gpt2_md.sh: error: {python} has no torch: activate")
+
+
 def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     path = f"{preloaded_python().parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
