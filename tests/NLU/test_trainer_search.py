@@ -225,6 +225,28 @@ def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
     assert alone.evaluate()["eval_loss"] == best.objective
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_trial_never_uses_checkpoints_of_an_earlier_search(make, studies, tmp_path, overwrite):
+    """With --overwrite_output_dir, it removes them."""
+    settings = {
+        "evaluation_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+    lines = []
+    for epochs in (3, 2):
+        trainer = make(
+            model_init=Line, num_train_epochs=epochs, overwrite_output_dir=overwrite, **settings
+        )
+        trainer.hyperparameter_search(hp_space=lambda trial: {"learning_rate": 0.1}, n_trials=1)
+        lines.append((line_of(trainer), trainer.state.best_model_checkpoint))
+    alone = make(model=Line(), output_dir=str(tmp_path / "alone"), num_train_epochs=2, **settings)
+    alone.train()
+    folder = tmp_path / "out" / "run-0"
+    assert lines[1] == (line_of(alone), str(folder / "checkpoint-10"))
+    assert (folder / "checkpoint-15").exists() is not overwrite
+
+
 def test_objective_direction_and_names_can_be_chosen(make, studies):
     trainer = make(model_init=Line, compute_metrics=lambda p: {"score": 1.0})
     best = trainer.hyperparameter_search(
