@@ -247,7 +247,8 @@ class _Search:
         count = len(over)
         if not (8 * sum(over) >= count or self.cache.is_full):
             return
-        self._store_best()
+        if any(over):  # else the CPU need not wait for texts
+            self._store_best()
         rows = [row for row in range(count) if not over[row]]
         self.places = [self.places[row] for row in rows]
         kept = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
