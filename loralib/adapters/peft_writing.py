@@ -168,7 +168,8 @@ def _why_not_modules(adapter: Adapter, modules: Collection[str]) -> str | None:
                     f"{module}, which has LoRA"
                 )
     # A head may share a weight with the base.
-    family, tops = family_of(adapter.tensors), set(map(top_module, _saved_as_modules(adapter)))
+    family = family_of(adapter.tensors)
+    tops = set(map(top_module, _tensors_of_saved_modules(adapter)))
     for name, kept in (family.tied if family else {}).items():
         if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
             return (
@@ -408,11 +409,11 @@ def _saved_modules(adapter: Adapter) -> set[str]:
             (module for module in as_one if name.startswith(f"{module}.")),
             owner_of(name).partition(".parametrizations.")[0],
         )
-        for name in _saved_as_modules(adapter)
+        for name in _tensors_of_saved_modules(adapter)
     }
 
 
-def _saved_as_modules(adapter: Adapter) -> set[str]:
+def _tensors_of_saved_modules(adapter: Adapter) -> set[str]:
     """Returns the tensors that PEFT saves as parts of modules, and not by its setting `bias`.
 
     If that is "all", PEFT also trains and saves the biases of a head that it does not save.
