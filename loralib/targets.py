@@ -10,7 +10,7 @@ applies to all that it matches.
 "attention.*.dense"               a glob over the end of the name
 re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete name
 "all-linear"                      every linear layer in numbered layers, such as layers.0.mlp.up; if
-                                  most are outside of these, all but the last, which is the head
+                                  only the head has these, or none has, all but the last, the head
 """
 
 import difflib
@@ -342,9 +342,8 @@ def all_linear(model: nn.Module) -> list[str]:
     """Returns the names of a model's linear layers, without the head's.
 
     These are the ones within a numbered layer, as in ``layers.0.mlp.up``. If there are none, or
-    more outside of numbered layers, as in a model in which only the head has such layers, these are
-    all but the last, see `guessed_head`. An attention is among them if its out_proj is, as it is if
-    it is itself a numbered layer.
+    only the head seems to have such layers, these are all but the last, see `guessed_head`. An
+    attention is among them if its out_proj is, as it is if it is itself a numbered layer.
     """
     names = _linear_names(model)
     return _within_layers(names) or names[:-1]
@@ -397,10 +396,13 @@ def _linear_names(model: nn.Module) -> list[str]:
 
 
 def _within_layers(names: list[str]) -> list[str]:
-    """Returns which linear layers are within numbered layers; none if most are outside of these."""
+    """Returns which linear layers are within numbered layers; none if only the head has these.
+
+    So it seems if the last linear layer is within one, and most are not.
+    """
     within = {name for name in names if _is_within_layer(name)}
     found = [name for name in names if {name, f"{name}.out_proj"} & within]
-    return found if 2 * len(found) >= len(names) else []
+    return found if names[-1:] != found[-1:] or 2 * len(found) >= len(names) else []
 
 
 def _is_within_layer(name: str) -> bool:

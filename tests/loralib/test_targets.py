@@ -202,6 +202,14 @@ def test_numbered_layers_in_the_head_alone_are_not_taken_for_all_layers():
     assert guessed_head(model) == "head.1.0"
 
 
+def test_many_heads_do_not_make_a_shallow_model_one_without_layers():
+    heads = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+    layers = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    model = nn.ModuleDict({"layers": layers, "heads": heads})
+    assert find(model, "all-linear") == ["layers.0.0"]
+    assert guessed_head(model) is None
+
+
 def test_names_that_end_in_a_number_are_suggested_but_not_bare_numbers(model):
     with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, c_attn, up, "):
         find(model, "linaer1")
