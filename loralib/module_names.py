@@ -34,20 +34,20 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(module, name) for name, module in modules if name}
 
 
-def other_places(model: nn.Module) -> dict[str, str]:
-    """Maps the first name of each module that a model uses in several places to another name of it.
+def other_places(model: nn.Module) -> dict[str, list[str]]:
+    """Maps the first name of each module that a model uses in several places to its other names.
 
     A module whose second name only comes from a second name of a block around it has no other
     place.
     """
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for name, first in first_names(model).items():
         if name == first:
             continue
         (owner, _, last), (first_owner, _, first_last) = name.rpartition("."), first.rpartition(".")
         is_same = model.get_submodule(owner) is model.get_submodule(first_owner)
         if last != first_last or not is_same:
-            found.setdefault(first, name)
+            found.setdefault(first, []).append(name)
     return found
 
 

@@ -70,21 +70,24 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
 
     Raises:
         CheckpointError: for the reasons of `deltas_of`. Or the model lacks an adapted module, has
-            it in another shape, or uses it in several places although PEFT has adapted only one of
-            them. Or it is a convolution whose update PEFT computes in another way. Or the adapter
-            holds different updates for one module, or lacks what its PEFT folder should hold.
+            it in another shape, or has two modules where the adapter's model had one. Or the model
+            uses it in several places although PEFT has adapted only one of them. Or it is a
+            convolution whose update PEFT computes in another way. Or the adapter holds different
+            updates for one module, or lacks what its PEFT folder should hold.
         ValueError: the weight of an adapted module has no values, or is quantized in an unknown
             way.
     """
     modules: dict[str, AdaptedWeight] = {}
     first = first_names(model)
-    others = other_places(model) if adapter.format == "peft" else {}
+    places = other_places(model) if adapter.format == "peft" else {}
+    shared = {place for one, others in places.items() for place in (one, *others)}
+    _check_places(model, adapter)
     for name, delta in deltas_of(adapter).items():
         module, weight = _adapted_module(model, name, adapter)
         if _is_repeated(adapter, name, first):
             continue
         place = name.rpartition(".")[0] if adapter.lora.is_of_stack(name) else name
-        if place in others or place in others.values():
+        if place in shared:
             raise CheckpointError(
                 f"{adapter.source}: adapts {name}, which the model uses in several places, but "
                 "PEFT has adapted only one of them: load it with PEFT"
@@ -106,6 +109,18 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         check_positions(adapter)
     check_complete(model, adapter, modules)
     return modules
+
+
+def _check_places(model: nn.Module, adapter: Adapter) -> None:
+    """Checks that no two modules of a model were one module in the adapter's model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for first, others in (adapter.lora.places or {}).items():
+        for other in modules.keys() & others:
+            if modules[other] is not modules.get(first, modules[other]):
+                raise CheckpointError(
+                    f"{adapter.source}: {first} and {other} are two modules here, but were one in "
+                    f"the model that it was trained in: make them one, or {base_to_give(adapter)}"
+                )
 
 
 def _is_repeated(adapter: Adapter, name: str, first: Mapping[str, str]) -> bool:

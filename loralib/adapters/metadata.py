@@ -141,6 +141,8 @@ class LoraMetadata(AdapterMetadata):
             name. Only for stacked updates in models of no registered family.
         stacks: the full names of the updates of stacks of matrices, see loralib/experts.py, in the
             order in which the model has those stacks.
+        places: the other names of the modules that the model used in several places, by the first
+            name. Only of those that have tensors of the adapter, or contain modules that do.
     """
 
     rank: int
@@ -157,6 +159,7 @@ class LoraMetadata(AdapterMetadata):
     embeddings: tuple[str, ...] | None = None
     slices: Mapping[str, tuple[bool, ...]] | None = None
     stacks: tuple[str, ...] | None = None
+    places: Mapping[str, tuple[str, ...]] | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
@@ -170,6 +173,7 @@ class LoraMetadata(AdapterMetadata):
             "embeddings": self.embeddings or None,
             "slices": _of_tuples(self.slices),
             "stacks": self.stacks or None,
+            "places": _of_tuples(self.places),
         }.items():
             object.__setattr__(self, name, shorter)
 
@@ -213,6 +217,7 @@ class LoraMetadata(AdapterMetadata):
             "initialization": self.initialization in (None, *INITIALIZATIONS),
             "freeze_A": isinstance(self.freeze_A, bool | None),
             "slices": _is_mapping(self.slices, _is_slices),
+            "places": _is_mapping(self.places, _are_names),
         }
 
 
@@ -255,6 +260,10 @@ def _is_slices(value: object) -> bool:
     return isinstance(value, tuple) and any(value) and all(isinstance(on, bool) for on in value)
 
 
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+
+
 def _others(pattern: Any, usual: object) -> Any:
     """Returns the entries of a pattern that are not `usual`. `check` refuses what is no pattern."""
     if not isinstance(pattern, Mapping):
@@ -262,10 +271,11 @@ def _others(pattern: Any, usual: object) -> Any:
     return {name: pattern[name] for name in sorted(pattern) if pattern[name] != usual} or None
 
 
-def _of_tuples(slices: Any) -> Any:
+def _of_tuples(lists: Any) -> Any:
     """Converts JSON's lists to tuples. Anything else is left as it is, for `check` to refuse."""
-    if not isinstance(slices, Mapping):
-        return slices
+    if not isinstance(lists, Mapping):
+        return lists
     return {
-        name: tuple(on) if isinstance(on, list) else on for name, on in sorted(slices.items())
+        name: tuple(each) if isinstance(each, list) else each
+        for name, each in sorted(lists.items())
     } or None

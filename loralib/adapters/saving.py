@@ -156,6 +156,7 @@ def _adapter_of(
         base_fingerprint=fingerprint_without(model, besides),
         task=as_text("task", task, "mnli"),
         labels=None if labels is None else as_names("labels", labels),
+        places=_places_of(model, tensors),
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
 
@@ -238,6 +239,16 @@ def _second_names(model: nn.Module) -> set[str]:
     return {name for name, first in first_names(model).items() if name != first}
 
 
+def _places_of(model: nn.Module, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the other places of the modules that have these tensors, or contain those modules."""
+    owners = set(map(owner_of, tensors))
+    return {
+        first: tuple(others)
+        for first, others in other_places(model).items()
+        if any(f"{owner}.".startswith(f"{first}.") for owner in owners)
+    }
+
+
 def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Checks that a state holds only tensors. A module's `get_extra_state` may give anything."""
     for name, value in state.items():
@@ -286,7 +297,7 @@ def _check_peft_adapts(model: nn.Module, source: str) -> None:
         reason = _not_as_in_peft(model, name)
         place = name.rpartition(".")[0] if isinstance(layer, AdaptedStack) else name
         if place in others:
-            reason = f"the same module as {others[place]}, and PEFT adapts only one of the two"
+            reason = f"the same module as {others[place][0]}, and PEFT adapts only one of the two"
         if reason:
             raise NeedsMergingError(source, f"{name} is {reason}")
 

@@ -99,3 +99,30 @@ def test_an_update_that_a_file_has_under_several_names_is_added_once(tmp_path):
     adapter.tensors["layers.1.0.lora_B"] = torch.ones(6, 2)
     with pytest.raises(CheckpointError, match=r"layers.1.0 and layers.0.0 are the same module"):
         merge_into(copy.deepcopy(base), adapter)
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "folder_of_peft"])
+@pytest.mark.parametrize(
+    "apply",
+    [
+        pytest.param(lora.load_adapter, id="load"),
+        pytest.param(lambda model, file: merge_into(model, lora.read_adapter(file)), id="merge"),
+        pytest.param(
+            lambda model, file: lora.AdapterBank(model).add("a", lora.read_adapter(file)), id="bank"
+        ),
+    ],
+)
+def test_an_adapter_of_a_repeated_block_is_refused_by_a_model_with_separate_blocks(
+    apply, file, tmp_path
+):
+    """Their weights have equal names and values, but only the first block would get the update."""
+    base = Repeated().eval()
+    lora.save_adapter(drawn(base, ["layers.*.0", "last"]), tmp_path / file)
+    blocks = base.layers[0], copy.deepcopy(base.layers[0])
+    message = rf"{file}.*: layers\.0 and layers\.[12] are two modules here, but were one in the"
+    for places in ([0, 0, 1], [0, 1, 0]):
+        other = copy.deepcopy(base)
+        other.layers = nn.ModuleList(blocks[place] for place in places)
+        with pytest.raises(CheckpointError, match=message):
+            apply(other, tmp_path / file)
+    apply(base, tmp_path / file)
