@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,7 +36,7 @@ def write_tensors(
 
     The same tensors and metadata give the same bytes.
     """
-    own = _copies(tensors)
+    own = _with_own_storage(tensors)
     if Path(path).suffix != ".safetensors":
         write_torch(path, own)
         return
@@ -55,7 +56,7 @@ def write_wrapped_tensors(
 
     The metadata, which a safetensors file would have in its header, are a second entry.
     """
-    write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
+    write_torch(path, {"model_state_dict": _with_own_storage(tensors), "metadata": {**metadata}})
 
 
 def write_torch(path: str | os.PathLike, value: Any) -> None:
@@ -76,9 +77,19 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
             raise NoSpaceError(sink.error, sink.size) if is_full else sink.error
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors, because a view would be saved with all of its storage."""
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+def _with_own_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors on the CPU, those copied that have no storage of their own.
+
+    A view would be saved with all of its storage, and a shared one not as several tensors.
+    """
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    storages = {name: tensor.untyped_storage() for name, tensor in on_cpu.items()}
+    users = Counter(storage.data_ptr() for storage in storages.values())
+    is_own = {
+        name: storages[name].nbytes() == tensor.nbytes and users[storages[name].data_ptr()] == 1
+        for name, tensor in on_cpu.items()
+    }
+    return {name: tensor if is_own[name] else tensor.clone() for name, tensor in on_cpu.items()}
 
 
 def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -> OSError:

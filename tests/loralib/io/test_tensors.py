@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same_bits
 
 from loralib.errors import CheckpointError, DiskFullError
 from loralib.io import tensors as io_tensors
@@ -94,6 +95,20 @@ def test_only_a_views_part_of_its_storage_is_written(tmp_path, name):
     write_tensors(tmp_path / name, {"a": view})
     assert torch.equal(read_tensors(tmp_path / name)[0]["a"], view)
     assert (tmp_path / name).stat().st_size < 4_000
+
+
+def test_tensors_with_storage_of_their_own_are_not_copied(tmp_path, monkeypatch):
+    """A model of gigabytes, which may be mapped from its file, is written without a second one."""
+    write_tensors(tmp_path / "a.bin", {"a": torch.randn(3, 4)})
+    mapped, _ = read_tensors(tmp_path / "a.bin")
+    base = torch.randn(6)
+    given = {**mapped, "own": torch.randn(5), "whole": base, "part": base[:2], "t": base[2:]}
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda own: copied.append(own) or own.add(0))
+    write_tensors(tmp_path / "b.safetensors", given)
+    assert [*map(len, copied)] == [6, 2, 4]
+    monkeypatch.undo()
+    assert_same_bits(read_tensors(tmp_path / "b.safetensors")[0], given)
 
 
 @pytest.mark.parametrize(
