@@ -31,6 +31,8 @@ _HEADS = (_HEAD, "lm_head.", "lm_predictions.", "cls.")
 _POSITION_IDS = "embeddings.position_ids"
 
 
+# The dtypes whose rounding to another one is the same, directly or by way of float32.
+_MAPPED = (torch.float32, torch.float16, torch.bfloat16)
 # The kinds that add tensors to a backbone, and the settings for their places and sizes.
 ADDED = {
     LORA: "lora_r, lora_alpha and lora_targets",
@@ -95,10 +97,10 @@ class CheckpointLoadingMixin:
         with deferring_start():
             self._initialize(missing)
         self.newly_initialized = frozenset(missing)
-        stays = self._backbone_weights(own) if held_in is not torch.float32 else {}
+        stays = self._backbone_matrices(own) if held_in is not torch.float32 else {}
         with torch.no_grad():
             for name, tensor in fitting.items():
-                if name in stays and tensor.dtype is held_in:
+                if name in stays and tensor.dtype in _MAPPED:
                     stays[name].data = tensor
                 else:
                     own[name].copy_(tensor)
@@ -117,13 +119,15 @@ class CheckpointLoadingMixin:
             "error_msgs": [],
         }
 
-    def _backbone_weights(self, own: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Returns the backbone's parameters by name, except those that adapt it."""
+    def _backbone_matrices(self, own: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Returns the backbone's weights by name, except vectors and what adapts it."""
         prefix, adapting = self._prefix(own), [kind.part for kind in self.adapted_by]
         return {
             name: parameter
             for name, parameter in self.named_parameters()
-            if in_backbone(name, (prefix,)) and not any(part in name for part in adapting)
+            if in_backbone(name, (prefix,))
+            and parameter.dim() > 1
+            and not any(part in name for part in adapting)
         }
 
     def _copy_clones(self, read: Mapping[str, Tensor]) -> None:

@@ -324,9 +324,10 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             output_loading_info: also return what did not fit: "missing_keys" (newly initialized),
                 "unexpected_keys" (left out) and "error_msgs" (empty: errors are raised).
             held_in: the dtype that `loralib.training.precision.cast_frozen` will later give to
-                the backbone's weights, which will be frozen; those that adapt it are excepted.
-                Weights that the file has in this dtype stay in it, memory-mapped and not copied.
-                The model then computes under autocast only, and these weights must not be trained.
+                the backbone's weights, which will be frozen; those that adapt it are excepted. If
+                it is not float32, the backbone's matrices stay in their file, memory-mapped and not
+                copied, and in the file's dtype. The model then computes under autocast only, and
+                these weights must not be changed.
             brought: names of tensors that adapters will bring later. It is not logged that they
                 are newly initialized.
             arguments: where to look, the constructor's arguments by name, and settings that replace
