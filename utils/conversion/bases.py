@@ -14,7 +14,7 @@ from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_possible_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.families import Family, family_of, registered
-from loralib.adapters.fingerprint import has_float16
+from loralib.adapters.fingerprint import are_of_one_base, has_float16
 from loralib.errors import CheckpointError
 from loralib.positions import shared_projections
 from loralib.text import counted
@@ -41,8 +41,8 @@ class Base:
         name: the model's folder, file or name on the hub.
         revision: the revision of the hub's repository; None for its main branch.
         model: a plain model in float32, with a head of the adapter's shape.
-        fingerprint: the fingerprint of its weights, see `loralib.adapters.fingerprint`; None if
-            these are in float16.
+        fingerprint: the fingerprint of its weights, see `loralib.adapters.fingerprint`.
+        is_half: whether these are in float16, and perhaps the rounding of another base.
         settings: the content of its config.json, as upstream has it.
     """
 
@@ -50,8 +50,18 @@ class Base:
     name: str
     revision: str | None
     model: nn.Module
-    fingerprint: str | None
+    fingerprint: str
+    is_half: bool
     settings: dict[str, Any]
+
+    def fingerprint_for(self, adapter: Adapter) -> str | None:
+        """Returns the fingerprint to compare with an adapter's, or to record in it.
+
+        None if it would tell nothing: a base in float16 differs from the one it was rounded from.
+        """
+        theirs = adapter.metadata and adapter.metadata.base_fingerprint
+        is_equal = bool(theirs) and are_of_one_base(theirs, self.fingerprint)
+        return self.fingerprint if is_equal or not self.is_half else None
 
 
 def read_base(name: str, adapter: Adapter) -> Base:
@@ -74,8 +84,8 @@ def read_base(name: str, adapter: Adapter) -> Base:
     else:
         base = _read_encoder(family, name, revision, adapter)
     adapted_modules(base.model, with_metadata(adapter))
-    known = [] if base.fingerprint is None else [base.fingerprint]
-    check_possible_base(with_metadata(adapter), known)
+    known = base.fingerprint_for(adapter)
+    check_possible_base(with_metadata(adapter), [] if known is None else [known])
     return base
 
 
@@ -120,8 +130,8 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
             revision=revision,
             **_settings_of(adapter),
         )
-    fingerprint = None if has_float16(weights) else model.base_fingerprint
-    return Base(family, name, revision, model, fingerprint, settings)
+    is_half = has_float16(weights)
+    return Base(family, name, revision, model, model.base_fingerprint, is_half, settings)
 
 
 def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter: Adapter) -> None:
@@ -170,7 +180,7 @@ def with_base(adapter: Adapter, base: Base) -> Adapter:
         return adapter
     own: dict[str, Any] = {"base": base.name, "base_revision": base.revision}
     if adapter.metadata.base_fingerprint is None and not names_another(adapter, base):
-        own["base_fingerprint"] = base.fingerprint
+        own["base_fingerprint"] = base.fingerprint_for(adapter)
     if shared_projections(base.model).isdisjoint(lora_pairs(adapter.tensors, adapter.source)):
         own["positions"] = None
     return replace(adapter, metadata=replace(adapter.metadata, **own))
@@ -186,7 +196,7 @@ def unverified(adapter: Adapter, base: Base | None) -> list[str]:
     """Returns a remark for the user if a base's name differs and no fingerprint can confirm it."""
     if base is None or adapter.metadata is None or not names_another(adapter, base):
         return []
-    if adapter.metadata.base_fingerprint and base.fingerprint:
+    if adapter.metadata.base_fingerprint and base.fingerprint_for(adapter):
         return []
     return [
         f"{adapter.source} names its base '{adapter.metadata.base}', --base is '{base.name}', and "

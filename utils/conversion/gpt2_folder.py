@@ -40,8 +40,8 @@ _FIXED = {
 
 def read_gpt2(
     name: str, revision: str | None = None
-) -> tuple[nn.Module, str | None, dict[str, Any]]:
-    """Reads a plain GPT-2; returns it, its fingerprint (None in float16), and its settings.
+) -> tuple[nn.Module, str, bool, dict[str, Any]]:
+    """Reads a plain GPT-2; returns what a `Base` records of it, from the model to its settings.
 
     Args:
         name: a folder, a name on the hub, or a file of weights as the release's scripts use it. A
@@ -61,8 +61,7 @@ def read_gpt2(
         settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)
     model = load_base(_config(settings, name), tensors, name)
-    known = None if has_float16(tensors) else fingerprint(tensors, GPT2.of_base)
-    return model, known, settings
+    return model, fingerprint(tensors, GPT2.of_base), has_float16(tensors), settings
 
 
 def is_whole_gpt2(source: str) -> bool:

@@ -14,6 +14,7 @@ from conversions import (
     assert_same_tensors,
     for_formats,
     make_base,
+    train,
     tree,
     write_weights,
 )
@@ -245,6 +246,19 @@ def test_a_base_of_another_name_is_unverified(convert, trained, tmp_path, caplog
     moved = shutil.copytree(given.base, tmp_path / "moved")
     known = (tmp_path / "known.safetensors", tmp_path / "b.safetensors", "--base", moved)
     assert convert(*known)["notes"] == []  # its fingerprint confirms it
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_in_float16_is_recognized_by_an_adapter_that_was_trained_on_it(
+    convert, tmp_path, caplog, family
+):
+    """DeBERTa-v2-xxlarge, for example, was published in float16."""
+    base = make_base(tmp_path / "half", family, dtype=torch.float16)
+    source, own = tmp_path / "in.safetensors", train(base, family).adapter
+    write_adapter(source, replace(own, metadata=replace(own.metadata, base="elsewhere")))
+    caplog.clear()
+    assert convert(source, tmp_path / "a.safetensors", "--base", base)["notes"] == []
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
