@@ -19,6 +19,7 @@ measured for trained weights.
 """
 
 import functools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 from . import processor
 from .fast_paths import are_eager_paths_on, are_fast_paths_off, is_transformed
 from .linear_methods import METHODS, METHODS_OF_BATCHES, drop_copies, frozen_owner, in_float32
+
+logger = logging.getLogger(__name__)
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -477,6 +480,8 @@ def measure(
             elif known.get(key) in METHODS:
                 methods[key] = known[key]
             else:
+                if methods.keys() <= known.keys():  # before the first one that is measured
+                    logger.info("measuring the fastest way to multiply, once for these sizes")
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
                 methods[key] = _fastest(x, matrix.to(dtype), own, worth)

@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import logging
 import weakref
 from types import SimpleNamespace
 
@@ -466,13 +467,15 @@ def test_a_packed_copy_is_dropped_with_its_weight(packing):
 # ---- the choice ----
 
 
-def test_the_fastest_is_chosen(monkeypatch, no_choices):
+def test_the_fastest_is_chosen(monkeypatch, no_choices, caplog):
     times = {"plain": 3.0, "onednn": 2.0, "blocks": 1.0, "packed": 0.9}
     methods = {method: name for name, method in METHODS.items()}
     monkeypatch.setattr(products, "_seconds", lambda method, *_: times[methods[method]])
     layer = products.Linear(1024, 832).requires_grad_(False)
     weights = [products.FrozenWeight(layer.weight, layer.bias)]
-    methods = products.measure(weights, torch.float32, {})
+    with caplog.at_level(logging.INFO):
+        methods = products.measure(weights, torch.float32, {})
+    assert caplog.messages == ["measuring the fastest way to multiply, once for these sizes"]
     # Not "packed": it is not faster by enough for its memory.
     expected = {
         "float32 1024 -> 832 + bias": "blocks",
@@ -480,7 +483,9 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
     }
     assert methods == expected
     times["packed"] = 0.1
-    assert products.measure(weights, torch.float32, methods) == expected, "choices are kept"
+    with caplog.at_level(logging.INFO):
+        assert products.measure(weights, torch.float32, methods) == expected, "choices are kept"
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.8, "onednn"), (0.6, "packed")])
