@@ -146,6 +146,13 @@ class Adapter:
         return {name: tensor for name, tensor in self.tensors.items() if LORA.part not in name}
 
     @property
+    def tied(self) -> dict[str, Tensor]:
+        """Those of its tensors to which its family ties another name, by that name."""
+        family = family_of(self.tensors)
+        pairs = family.tied.items() if family else ()
+        return {name: self.tensors[kept] for name, kept in pairs if kept in self.tensors}
+
+    @property
     def head(self) -> str | None:
         """The task of its head, a key of `Family.heads`, from its metadata or its tensors' names.
 

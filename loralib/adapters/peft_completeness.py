@@ -9,7 +9,6 @@ from ..errors import CheckpointError
 from ..module_names import first_names
 from ..stacks import layer_of_stack, stacked_weights
 from .adapter import LORA, Adapter
-from .families import family_of
 from .peft import CONFIG_NAME, is_targeted, is_targeted_parameter
 
 
@@ -26,11 +25,8 @@ def check_complete(model: nn.Module, adapter: Adapter, adapted: Collection[str])
     """
     if not adapter.peft_config:
         return
-    held, first = adapter.tensors.keys() | adapter.base_weights.keys(), first_names(model)
-    family = family_of(adapter.tensors)
-    # Reading leaves out the second name of a head's bias.
-    tied = family.tied.items() if family else ()
-    held |= {name for name, kept in tied if kept in adapter.tensors}
+    held = adapter.tensors.keys() | adapter.tied.keys() | adapter.base_weights.keys()
+    first = first_names(model)
     for name, module in model.named_modules():
         for missing in sorted(_trained_of(name, module, adapter, adapted) - held):
             raise CheckpointError(

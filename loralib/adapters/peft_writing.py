@@ -254,7 +254,7 @@ def _tensors_of(adapter: Adapter) -> dict[str, Tensor]:
         CheckpointError: PEFT has no such updates.
     """
     named, deltas, places = {}, deltas_of(adapter), _places_of_stacks(adapter)
-    for name, tensor in (_tied_within(adapter) | adapter.besides).items():
+    for name, tensor in (adapter.tied | adapter.besides).items():  # PEFT saves both names
         module, _, last = name.rpartition(".")
         named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
     for module, delta in deltas.items():
@@ -274,16 +274,6 @@ def _tensors_of(adapter: Adapter) -> dict[str, Tensor]:
         if magnitude is not None:
             named[f"{place}.{MAGNITUDE}"] = magnitude_for(magnitude, A)
     return named
-
-
-def _tied_within(adapter: Adapter) -> dict[str, Tensor]:
-    """Returns tensors tied to one of the adapter's, which PEFT saves under both names."""
-    family = family_of(adapter.tensors)
-    return {
-        name: adapter.tensors[kept]
-        for name, kept in (family.tied if family else {}).items()
-        if kept in adapter.tensors
-    }
 
 
 def _divided(B: Tensor, module: str, source: str) -> Tensor:
