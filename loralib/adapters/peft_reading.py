@@ -44,9 +44,7 @@ logger = logging.getLogger(__name__)
 # Settings that do not change what a trained adapter computes, or that follow from its tensors.
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "runtime_config"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
-    *("eva_config", "megatron_core", "qalora_group_size"),
+    *("fan_in_fan_out", "ensure_weight_tying", "eva_config", "megatron_core", "qalora_group_size"),
 }
 # Settings that say which modules are adapted, trained and saved.
 _SCOPE_SETTINGS = (
@@ -55,8 +53,8 @@ _SCOPE_SETTINGS = (
 )
 _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
-    *("rank_pattern", "alpha_pattern", "target_parameters"),
-    *("init_lora_weights", "base_model_name_or_path", "revision"),
+    *("rank_pattern", "alpha_pattern", "init_lora_weights", "base_model_name_or_path", "revision"),
+    *_SCOPE_SETTINGS,
 }
 # The suffix that makes an adapted module's name that of its frozen weight.
 _BASE_WEIGHT = ".base_layer.weight"

@@ -53,12 +53,8 @@ _CLASSIFIER = "classifier"
 # The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
 # its own version. It keeps this one when it saves the adapter again.
 _VERSION = "0.21.0"
-
-
 # Metadata that PEFT's settings cannot record, and that PEFT does not need.
-_NOT_IN_PEFT = (
-    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A"),
-)
+_NOT_IN_PEFT = ("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A")
 
 
 def write(path: Path, adapter: Adapter, model: nn.Module | None) -> list[str]:
