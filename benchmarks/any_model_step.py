@@ -18,7 +18,7 @@ from typing import Any
 import contest
 import roberta_step
 from rte_lengths import QUANTILES, count_tokens, draw_batches
-from steps import WARMUP
+from steps import WARMUP, columns
 
 BATCH = 8
 HALF = "bfloat16"  # because a model held in float16 throughout cannot be trained
@@ -169,17 +169,14 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
             "batches": batches,
         }
 
-    columns = contest.Columns(
-        time="ms per real token",
-        unit=1e3,
-        per=sum,
-        gflop=lambda one, batch: gflop(one, batch, shape_of(one)),
-        counts={
-            "real tokens": lambda _, batch: sum(batch),
-            "computed": lambda _, batch: len(batch) * max(batch),
-        },
+    table = columns(
+        "ms per real token",
+        sum,
+        sum,
+        lambda _, batch: [max(batch)] * len(batch),
+        lambda one, batch: gflop(one, batch, shape_of(one)),
     )
-    return contest.Measurement(contestants(), baseline_of, plan_of, columns)
+    return contest.Measurement(contestants(), baseline_of, plan_of, table)
 
 
 BENCHMARK = contest.Benchmark(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import contest
 import roberta_step
+import steps
 from rte_lengths import QUANTILES, count_tokens, read_pairs
 from vocab import vocab_files
 
@@ -132,15 +133,12 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         settings = {"shape": shape, "rank": 8, "alpha": 16, "rows": ROWS, "vocab": vocab}
         return {**settings, "warmup": WARMUP, "batches": sets}
 
-    columns = contest.Columns(
-        time="ms per text",
-        unit=1e3,
-        per=lambda entry: len(entry["pairs"]),
-        gflop=lambda contestant, entry: gflop(contestant, entry, shape),
-        counts={
-            "real tokens": lambda _, entry: sum(entry["lengths"]),
-            "computed": lambda contestant, entry: sum(computed(contestant, entry)),
-        },
+    columns = steps.columns(
+        "ms per text",
+        lambda entry: len(entry["pairs"]),
+        lambda entry: sum(entry["lengths"]),
+        computed,
+        lambda contestant, entry: gflop(contestant, entry, shape),
     )
     return contest.Measurement(contestants(), baseline_of, plan_of, columns)
 

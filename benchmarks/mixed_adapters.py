@@ -110,15 +110,12 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         settings = {"shape": shape, "rank": 8, "alpha": 16, "pad_to": None}
         return {**settings, "warmup": steps.WARMUP, "batches": entries}
 
-    columns = contest.Columns(
-        time="ms per batch or switch",
-        unit=1e3,
-        per=lambda entry: entry["repeats"],
-        gflop=lambda contestant, entry: gflop(contestant, entry, shape),
-        counts={
-            "real tokens": lambda _, entry: sum(entry["lengths"]),
-            "computed": lambda contestant, entry: sum(computed(contestant, entry)),
-        },
+    columns = steps.columns(
+        "ms per batch or switch",
+        lambda entry: entry["repeats"],
+        lambda entry: sum(entry["lengths"]),
+        computed,
+        lambda contestant, entry: gflop(contestant, entry, shape),
     )
     return contest.Measurement(contestants(), contest.by_dtype(baselines()), plan_of, columns)
 

@@ -104,10 +104,10 @@ def columns(
     computed: Callable[[Contestant, Any], list[int]],
     gflop: Callable[[Contestant, Any], float],
 ) -> contest.Columns:
-    """Returns the columns of a table of training steps.
+    """Returns the columns of a table of times in ms, with the tokens of all timed batches.
 
     Args:
-        time: the title of the column of times, in ms.
+        time: the title of the column of times.
         per: batch -> what its time is divided by.
         real: batch -> its number of tokens without padding.
         computed: contestant, batch -> the number of tokens computed for each row.
