@@ -82,7 +82,6 @@ BASE_FLAGS = {
     "report_to": "none",
 }
 BASE_BATCH = 64
-GPT2_EPOCHS = 1
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -248,7 +247,7 @@ class Study:
             e2e = find_file(self.args.nlg_dir.absolute(), "e2e/valid.txt").parent
             trials.prepare(sentences, e2e)
             logger.info("pretraining GPT-2: %s", trials.base)
-            trials.train_base(GPT2_EPOCHS)
+            trials.train_base()
         if not trials.base.is_file():
             return {}
         final = run_cells(trials, cells, wanted, self.args.seeds)

@@ -138,8 +138,8 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         ):
             self._encode(name, rows)
 
-    def train_base(self, epochs: int) -> None:
-        """Trains the base on the corpus, unless that has been done."""
+    def train_base(self) -> None:
+        """Trains the base on the corpus, in one pass, unless that has been done."""
         if self.base.is_file():
             return
         work = self.folder / "base"
@@ -147,7 +147,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
             *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD, "--obj", "jlm"),
             "--bf16",
             *("--train_data", self._file("corpus"), "--valid_data", self._file("test")),
-            *("--train_batch_size", 32, "--max_epoch", epochs, "--lr", 2e-3, "--correct_bias"),
+            *("--train_batch_size", 32, "--max_epoch", 1, "--lr", 2e-3, "--correct_bias"),
             *("--warmup_step", 100, "--weight_decay", 0.01, "--log_interval", 50),
             *("--eval_interval", 10_000, "--save_interval", 10_000),
             *("--work_dir", work, "--random_seed", 1, "--resume"),
