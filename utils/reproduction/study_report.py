@@ -115,7 +115,7 @@ class Settings:
 
 def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settings) -> str:
     """Returns all tables, with text on how they were made and what they mean."""
-    title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
+    task = next(task for task in TASKS if task.name == WEIGHTS_TASK)
     lines = [
         "# A study on a small scale\n",
         f"<!-- not run: trains for hours -->\n```bash\n{COMMANDS}\n```\n",
@@ -125,10 +125,10 @@ def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settin
         *four_tasks(outcomes, settings),
         "### Learning rates chosen\n",
         *chosen_rates(outcomes),
-        f"## Which projections ({title}, as in the paper's table 5)\n",
-        *one_task(WEIGHTS_TASK, PROJECTIONS, outcomes),
-        f"## Which rank ({title}, as in the paper's table 6)\n",
-        *one_task(WEIGHTS_TASK, BY_RANK, outcomes),
+        f"## Which projections ({task.title}, as in the paper's table 5)\n",
+        *one_task(task, PROJECTIONS, outcomes),
+        f"## Which rank ({task.title}, as in the paper's table 6)\n",
+        *one_task(task, BY_RANK, outcomes),
         "## GPT-2 on E2E\n",
         *gpt2_table(gpt2),
         *_limits(outcomes, settings),
@@ -216,7 +216,7 @@ def chosen_rates(outcomes: Outcomes) -> list[str]:
     return [*markdown_table(["", *(task.title for task in TASKS)], rows), legend]
 
 
-def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[str]:
+def one_task(task: StudyTask, methods: Sequence[Method], outcomes: Outcomes) -> list[str]:
     """Returns a table of some methods on one task."""
     rows = [
         [
@@ -224,10 +224,10 @@ def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[s
             *(f"{found.learning_rate:g}{'*' * found.at_end}", f"{found.seconds:.0f}"),
         ]
         for method in methods
-        if (found := outcomes.get((task, method.name))) is not None
+        if (found := outcomes.get((task.name, method.name))) is not None
     ]
-    metric = next(t.metric_title for t in TASKS if t.name == task)
-    return markdown_table(["", "trained", f"{metric}, %", "learning rate", "seconds"], rows)
+    header = ["", "trained", f"{task.metric_title}, %", "learning rate", "seconds"]
+    return markdown_table(header, rows)
 
 
 def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
