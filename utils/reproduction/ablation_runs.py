@@ -134,7 +134,7 @@ class AblationTrials(Trials[Trial, Results]):
     """
 
     def __init__(self, experiment: Experiment, runs: RunFile[Results]):
-        super().__init__(runs, jobs=1)
+        super().__init__(runs)
         self.experiment = experiment
 
     def describe(self, trial: Trial) -> dict[str, Any]:

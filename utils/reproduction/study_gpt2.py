@@ -104,8 +104,8 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
     """
 
     def __init__(self, folder: Path, vocab: Path, runs: RunFile[Gpt2Results], jobs: int):
-        super().__init__(runs, jobs)
-        self.folder, self.vocab = folder, vocab
+        super().__init__(runs)
+        self.folder, self.vocab, self.jobs = folder, vocab, jobs
 
     @property
     def base(self) -> Path:

@@ -187,8 +187,8 @@ class EncoderTrials(Trials[EncoderTrial, Results]):
     """
 
     def __init__(self, experiment: Experiment, runs: RunFile[Results], jobs: int):
-        super().__init__(runs, jobs)
-        self.experiment = experiment
+        super().__init__(runs)
+        self.experiment, self.jobs = experiment, jobs
         self.fingerprint = experiment.fingerprint()
 
     def describe(self, trial: EncoderTrial) -> dict[str, Any]:

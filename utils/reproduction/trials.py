@@ -37,11 +37,10 @@ class Trials(ABC, Generic[OfTrial, Results]):
 
     Args:
         runs: the results of finished trials.
-        jobs: the number of trials that run at a time, each on one thread.
     """
 
-    def __init__(self, runs: RunFile[Results], jobs: int):
-        self.runs, self.jobs = runs, jobs
+    def __init__(self, runs: RunFile[Results]):
+        self.runs = runs
 
     @abstractmethod
     def describe(self, trial: OfTrial) -> dict[str, Any]:
@@ -49,7 +48,7 @@ class Trials(ABC, Generic[OfTrial, Results]):
 
     @abstractmethod
     def carry_out(self, trials: Sequence[OfTrial]) -> Iterator[tuple[OfTrial, Results]]:
-        """Runs trials in parallel; yields each with its results when it is finished."""
+        """Runs trials; yields each with its results when it is finished."""
 
     def is_finished(self, trial: OfTrial) -> bool:
         """Returns whether there are results of a trial."""

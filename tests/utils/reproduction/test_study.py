@@ -240,7 +240,7 @@ class Known(Trials):
     """Trials that diverge with a learning rate above 1; `carried_out` has all that were run."""
 
     def __init__(self, folder):
-        super().__init__(RunFile(folder / "runs.jsonl", Results), jobs=1)
+        super().__init__(RunFile(folder / "runs.jsonl", Results))
         self.carried_out = []
 
     def describe(self, trial):
