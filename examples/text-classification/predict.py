@@ -30,7 +30,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_family
 from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AdapterAsModelError, AlphaError, FullModelError, ModelAsAdapterError
+from loralib.adapters.validation import check_lora
+from loralib.errors import AdapterAsModelError, FullModelError, ModelAsAdapterError
 from loralib.io.atomic import atomic_write, check_apart, check_writable
 from loralib.io.command_line import check_bounds, summary
 from loralib.io.encoding import refuse_utf16
@@ -375,30 +376,16 @@ def read_adapters(args: argparse.Namespace, family: Family) -> dict[str, Adapter
     adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}
     for adapter in adapters.values():
         check_family(adapter, family)
-    # --lora_alpha applies only to adapters that do not record their own.
-    silent = [name for name, adapter in adapters.items() if adapter.metadata is None]
     if args.lora_alpha is not None:
-        if not silent:
-            check_alpha(adapters.values(), args.lora_alpha)
-        for name in silent:
-            source = args.adapters[name]
-            adapters[name] = read_adapter(source, lora_alpha=args.lora_alpha, **where)
+        # It is for adapters that do not record their own. If all do, it has to be the same.
+        silent = [name for name, adapter in adapters.items() if adapter.metadata is None]
+        for name in silent or adapters:
+            adapters[name] = check_lora(adapters[name], args.lora_alpha)
     for name, adapter in adapters.items():
         if adapter.metadata is not None and adapter.metadata.labels is None:
             source = args.adapters[name]
             logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)
     return adapters
-
-
-def check_alpha(adapters: Iterable[Adapter], given: float) -> None:
-    """Checks that --lora_alpha agrees with the adapters, all of which record their own alpha.
-
-    Raises:
-        AlphaError: an adapter has another alpha.
-    """
-    for adapter in adapters:
-        if adapter.lora.alpha != given:
-            raise AlphaError(adapter.source, adapter.lora.alpha, given)
 
 
 def head_of(adapters: Mapping[str, Adapter]) -> str:
