@@ -24,15 +24,9 @@ _WEIGHT_FILES = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for n
 def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
     """Creates the output folder, and keeps other runs out of it within the block.
 
-    All processes of a run have to call this. See `output_folder`, also for further errors.
-
-    Raises:
-        NotADirectoryError: the output folder is a file.
+    All processes of a run have to call this. See `output_folder`, also for errors.
     """
-    folder = Path(args.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"--output_dir {folder} is a file")
-    return output_folder(folder, args.process_index, args.world_size, LEFT_FOLDERS)
+    return output_folder(args.output_dir, args.process_index, args.world_size, LEFT_FOLDERS)
 
 
 def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
