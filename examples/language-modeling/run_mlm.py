@@ -15,7 +15,6 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -293,7 +292,7 @@ def estimate(
     config, tokenizer, length = choose_shape(model_args, text_args)
     lines = replace(text_args, validation_file=None)
     print_estimate(
-        partial(untrained_model, AutoModelForMaskedLM),
+        AutoModelForMaskedLM,
         config,
         args,
         estimate_args,

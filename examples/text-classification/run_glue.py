@@ -34,7 +34,6 @@ from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
@@ -50,7 +49,6 @@ from transformers.fine_tuning.adapted_model import (
     keep_to_layers,
     load_config,
     open_tokenizer,
-    untrained_model,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
@@ -429,12 +427,8 @@ def estimate(
         keep_to_layers(model_args, load_config(model_args), adapters)
         config, dataset, counted = _without_data(model_args, data_args, args, estimate_args)
         collator = default_data_collator
-    print_estimate(new_model, config, args, estimate_args, dataset, collator, counted)
-
-
-def new_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns a model with untrained weights, frozen except for the parameters to train."""
-    return untrained_model(AutoModelForSequenceClassification, config)
+    auto_class = AutoModelForSequenceClassification
+    print_estimate(auto_class, config, args, estimate_args, dataset, collator, counted)
 
 
 def _without_data(

@@ -238,11 +238,11 @@ def gib(text: str) -> float:
 def test_the_rate_is_measured_with_few_layers(estimate, run_glue, tiny_base, monkeypatch):
     made = []
 
-    def new_model(config):
+    def untrained_model(auto_class, config):
         made.append(config.num_hidden_layers)
         return classifier(config)
 
-    monkeypatch.setattr(run_glue, "new_model", new_model)
+    monkeypatch.setattr("transformers.fine_tuning.script.untrained_model", untrained_model)
     monkeypatch.setattr("loralib.training.estimate._TIMED", 0.0)
     monkeypatch.setattr("loralib.training.estimate.LAYERS_TIMED", 1)
     arguments = [

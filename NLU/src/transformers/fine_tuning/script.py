@@ -260,13 +260,12 @@ def estimate_task(
         ValueError: neither --train_file nor --estimate_length is given.
     """
     adapters = begin_estimate(model_args, args, auto_class.role)
-    new_model = partial(untrained_model, auto_class)
     if estimate_args.estimate_length is not None:
         keep_to_layers(model_args, load_config(model_args), adapters)
         config = load_config(model_args)
         check_length(config, estimate_args.estimate_length)
         rows = [example(estimate_args.estimate_length)] * args.train_batch_size
-        print_estimate(new_model, config, args, estimate_args, rows, default_data_collator, False)
+        print_estimate(auto_class, config, args, estimate_args, rows, default_data_collator, False)
         return
     if data_args.train_file is None:
         raise ValueError(
@@ -275,16 +274,16 @@ def estimate_task(
     set_up_datasets(model_args.cache_dir)
     prepared = prepare(model_args, data_args, args, adapters, ["train"])
     rows = prepared.datasets["train"]
-    print_estimate(new_model, prepared.config, args, estimate_args, rows, prepared.collator)
+    print_estimate(auto_class, prepared.config, args, estimate_args, rows, prepared.collator)
 
 
 def print_estimate(
-    new_model: Callable[[PretrainedConfig], PreTrainedModel],
-    config: PretrainedConfig,
-    args: TrainingArguments,
-    *about: Any,
+    auto_class: Any, config: PretrainedConfig, args: TrainingArguments, *about: Any
 ) -> None:
-    """Prints an estimate of what training takes; the arguments are those of `estimate_run`."""
-    taken = estimate_run(new_model, config, args, *about)
+    """Prints an estimate of what training takes.
+
+    `auto_class` is the class for the task's head. The other arguments are those of `estimate_run`.
+    """
+    taken = estimate_run(partial(untrained_model, auto_class), config, args, *about)
     if args.is_main_process:
         print(taken)
