@@ -39,8 +39,7 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> dict[
             of `dtype`; or there is something at `path` other than an empty folder.
     """
     merge_into(base.model, adapter)
-    _write_model(path, base, dtype, adapter)
-    return _described_model(base, dtype)
+    return _write_model(path, base, dtype, adapter)
 
 
 def write_full_model(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
@@ -53,20 +52,13 @@ def write_full_model(source: str, path: Path, dtype: torch.dtype) -> dict[str, s
         CheckpointError: its values are damaged, or beyond the range of `dtype`; or there is
             something at `path` other than an empty folder.
     """
-    whole = Base(GPT2, source, None, *read_gpt2(source))
-    _write_model(path, whole, dtype)
-    return _described_model(whole, dtype)
-
-
-def _described_model(base: Base, dtype: torch.dtype) -> dict[str, str]:
-    values = sum(parameter.numel() for parameter in base.model.parameters())
-    size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
-    return {"format": "merged", "size": size, "dtype": name_of(dtype)}
+    return _write_model(path, Base(GPT2, source, None, *read_gpt2(source)), dtype)
 
 
 def _write_model(
     path: Path, base: Base, dtype: torch.dtype, adapter: Adapter | None = None
-) -> None:
+) -> dict[str, str]:
+    """Writes the folder of a plain model, and returns its description."""
     base.model.to(dtype)
     check_range(dict(base.model.named_parameters()), path, dtype)
     with atomic_write_folder(path) as folder:
@@ -75,6 +67,9 @@ def _write_model(
         else:
             write_gpt2(folder, base.model, base.settings)
         copy_tokenizer(base, folder)
+    values = sum(parameter.numel() for parameter in base.model.parameters())
+    size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
+    return {"format": "merged", "size": size, "dtype": name_of(dtype)}
 
 
 def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
