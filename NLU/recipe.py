@@ -257,7 +257,7 @@ def check_small(folders: Sequence[str]) -> None:
             raise FileNotFoundError(f"--small {folder}: no such folder")
 
 
-def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
+def check_start(recipe: Recipe, extra: Sequence[str]) -> None:
     """Checks that the LoRA weights from which the recipe starts exist and fit its model.
 
     Raises:
@@ -360,7 +360,7 @@ def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
     return fewer, flags
 
 
-def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
+def check_gpus(recipe: Recipe, extra: Sequence[str]) -> None:
     """Checks that each of the recipe's processes has a GPU; a single process needs none.
 
     Raises:
@@ -377,7 +377,7 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     )
 
 
-def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str] = ()) -> str | None:
+def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str]) -> str | None:
     """Returns a note if an update has another number of examples than in the recipe, else None."""
 
     def examples(arguments: Sequence[str], processes: int) -> int:

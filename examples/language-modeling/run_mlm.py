@@ -203,7 +203,7 @@ def read_sets(
     text_args: TextArguments,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-    cache_dir: str | None = None,
+    cache_dir: str | None,
 ) -> dict[str, Dataset]:
     """Reads the files' lines as token ids, by set, and logs how many were truncated."""
     files = {"train": text_args.train_file, "validation": text_args.validation_file}
@@ -216,7 +216,7 @@ def read_sets(
 
 
 def read_lines(
-    path: str, tokenizer: PreTrainedTokenizerBase, max_length: int, cache_dir: str | None = None
+    path: str, tokenizer: PreTrainedTokenizerBase, max_length: int, cache_dir: str | None
 ) -> Dataset:
     """Reads a file's non-empty lines as token ids, with the column `CUT`."""
     lines = load_rows("text", path, cache_dir=cache_dir)

@@ -51,7 +51,7 @@ def set_up_logging(level: str | None = None) -> None:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
-def set_up_datasets(cache_dir: str | None = None) -> None:
+def set_up_datasets(cache_dir: str | None) -> None:
     """Sets up the `datasets` library: its progress bars, its messages and its cache.
 
     Progress bars are shown only by the main process on a terminal. Messages are shown once, in the

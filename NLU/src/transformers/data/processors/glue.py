@@ -269,9 +269,7 @@ def load_glue_split(name: str, data_dir: str | PathLike, split: str) -> list[Inp
     return list(iterate_glue_split(name, data_dir, split))
 
 
-def glue_table(
-    name: str, data_dir: str | PathLike, split: str, cache_dir: str | None = None
-) -> Dataset:
+def glue_table(name: str, data_dir: str | PathLike, split: str, cache_dir: str | None) -> Dataset:
     """Reads one split from its TSV file as the hub has it: texts, and class indices or scores.
 
     It is written to the cache of datasets, with the digest of the file as a part of the key. So
