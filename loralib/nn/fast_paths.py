@@ -12,11 +12,9 @@ modes that store or count the results of operations and know only public ones (s
 checkpointing, `FlopCounterMode`).
 """
 
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +28,6 @@ _MODE = getattr(torch._C, "_get_dispatch_stack_at", lambda index: None)
 # Modes that support only PyTorch's public operations, except those that work in place.
 _KEEPING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 _COUNTING = {"FlopCounterMode", "_FlopCounterMode"}
-
-_Backward = Callable[..., tuple[Tensor | None, ...]]
 
 _off = os.environ.get("LORALIB_PLAIN", "0") not in ("", "0")
 
@@ -106,50 +102,6 @@ def is_transformed(*tensors: Tensor) -> bool:
     # thread's tensors have no tangents.
     has_level = getattr(forward_ad, "_current_level", -1) >= 0
     return has_level and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def differentiable_once(function: str) -> Callable[[_Backward], _Backward]:
-    """Decorates the backward pass of a function that autograd cannot record.
-
-    Second derivatives are then an error, if one is computed: gradients that could be differentiated
-    (`create_graph=True`) need not be. PyTorch's `once_differentiable` would leave terms out,
-    silently, where `torch.autograd.grad` is asked for the derivatives by only some tensors.
-
-    The backward pass that is decorated gets the saved tensors as its second argument. Among these
-    have to be all inputs that may need gradients.
-
-    Args:
-        function: what the error calls the function, and how to do without it.
-    """
-
-    def decorate(backward: _Backward) -> _Backward:
-        @functools.wraps(backward)
-        def computed(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            saved = ctx.saved_tensors  # once: a checkpoint gives them only once
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return backward(ctx, saved, *grads)
-            with torch.no_grad():
-                found = backward(ctx, saved, *grads)
-            return _Refusing.apply(function, len(found), *found, *grads, *saved)
-
-        return computed
-
-    return decorate
-
-
-class _Refusing(torch.autograd.Function):
-    """Returns some of the given tensors. Their derivatives by any of the others are an error."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: str, count: int, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.function = function
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"second derivatives cannot be computed through {ctx.function}")
 
 
 @contextmanager

@@ -16,8 +16,9 @@ In half precision, groups are padded to multiples of 16 tokens: oneDNN compiles 
 new size, which on a processor with AMX takes seven times as long as the product.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from torch import Tensor
 
 from . import dropout as dropouts
 from .distances import DistanceTerm
-from .fast_paths import are_eager_paths_on, differentiable_once
+from .fast_paths import are_eager_paths_on
 from .products import batched_product
 from .row_groups import GroupedTokens, group_rows
 
 _STEP = 16  # tokens
+
+_Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def suits_cpu(
@@ -94,6 +97,44 @@ def attend_rows(
     return _RowAttention.apply(query, key, value, c2p, p2c, *settings)
 
 
+def _differentiable_once(backward: _Backward) -> _Backward:
+    """Decorates a backward pass that autograd cannot record.
+
+    Second derivatives are then an error, if one is computed: gradients that could be differentiated
+    (`create_graph=True`) need not be. PyTorch's `once_differentiable` would leave terms out,
+    silently, where `torch.autograd.grad` is asked for the derivatives by only some tensors.
+
+    The backward pass that is decorated gets the saved tensors as its second argument. Among these
+    have to be all inputs that may need gradients.
+    """
+
+    @functools.wraps(backward)
+    def computed(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint gives them only once
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        with torch.no_grad():
+            found = backward(ctx, saved, *grads)
+        return _Refusing.apply(len(found), *found, *grads, *saved)
+
+    return computed
+
+
+class _Refusing(torch.autograd.Function):
+    """Returns some of the given tensors. Their derivatives by any of the others are an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "second derivatives cannot be computed through attention's fast path: set "
+            "LORALIB_PLAIN=1, and choose PyTorch's math kernel (torch.nn.attention.sdpa_kernel)"
+        )
+
+
 class _RowAttention(torch.autograd.Function):
     """`attend_rows` of rows in groups."""
 
@@ -144,10 +185,7 @@ class _RowAttention(torch.autograd.Function):
         return queries.pack(out_slots)
 
     @staticmethod
-    @differentiable_once(
-        "attention's fast path: set LORALIB_PLAIN=1, and choose PyTorch's math kernel "
-        "(torch.nn.attention.sdpa_kernel)"
-    )
+    @_differentiable_once
     def backward(
         ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor
     ) -> tuple[Tensor | None, ...]:
