@@ -75,7 +75,7 @@ from transformers.fine_tuning.script import (
 )
 from transformers.fine_tuning.starting_point import StartingPoint, starting_point_of
 from transformers.hf_argparser import flag
-from transformers.trainer_estimate import EqualRows, EstimateArguments
+from transformers.trainer_estimate import EstimateArguments
 from transformers.utils.cli import run_script, set_up_datasets
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
@@ -436,7 +436,7 @@ def _without_data(
     data_args: DataTrainingArguments,
     args: TrainingArguments,
     estimate_args: EstimateArguments,
-) -> tuple[PretrainedConfig, EqualRows, bool]:
+) -> tuple[PretrainedConfig, list[dict[str, Any]], bool]:
     """Makes texts of equal length, for the estimate of a run whose data is not read.
 
     Returns:
@@ -454,8 +454,8 @@ def _without_data(
     if count is not None and data_args.max_train_samples is not None:
         count = min(count, data_args.max_train_samples)
     label = 0.0 if config.num_labels == 1 else 0
-    rows = EqualRows(count or args.train_batch_size, length, label)
-    return config, rows, count is not None
+    row = {"input_ids": [0] * length, "attention_mask": [1] * length, "label": label}
+    return config, [row] * (count or args.train_batch_size), count is not None
 
 
 FLAGS = (ModelArguments, DataTrainingArguments)

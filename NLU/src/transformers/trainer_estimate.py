@@ -62,26 +62,6 @@ def published_settings(name: str) -> str | None:
     return str(folder / f"{name.rpartition('/')[2]}.json")
 
 
-class EqualRows(Sequence):
-    """Identical examples in place of a dataset that is not read.
-
-    Args:
-        count: the number of examples.
-        length: the tokens of each example.
-        label: the label of each example.
-    """
-
-    def __init__(self, count: int, length: int, label: int | float):
-        self.count = count
-        self.row = {"input_ids": [0] * length, "attention_mask": [1] * length, "label": label}
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self.row)
-
-
 def estimate_run(
     build_model: Callable[[PretrainedConfig], PreTrainedModel],
     config: PretrainedConfig,
