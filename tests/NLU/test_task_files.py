@@ -234,12 +234,6 @@ def test_cells_that_are_not_json_are_errors(tmp_path):
     assert error_of(sentences, table) == message
 
 
-def test_a_model_that_does_not_name_its_tags_is_an_error(tmp_path):
-    table = table_of(tmp_path / "dev.json", SENTENCES)
-    message = error_of(check_sentences, {"validation": table}, None, None, "ner", ())
-    assert message.startswith(f"{tmp_path}/dev.json: the model does not name its tags; give the --")
-
-
 # ---- questions ----
 
 CONTEXT = "Ann saw a red house in Paris."

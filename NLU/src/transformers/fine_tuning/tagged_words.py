@@ -56,7 +56,8 @@ def check_sentences(
         words: the words' column. If None: "tokens" or, without such a column, the first one.
         tags: the tags' column. If None: <task>_tags or, without such a column, the second one.
         task: the task's name, such as "ner".
-        known: the tags of an already trained model. They keep their order.
+        known: the tags of an already trained model. They keep their order. Without a training set
+            there have to be some.
 
     Raises:
         ValueError: a column is missing, words and tags cannot be told apart, a word is empty or no
@@ -164,17 +165,9 @@ def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...
     """Returns the tags in the model's order, else in the dataset's, else those that occur, sorted.
 
     With a training set, the model's order is used only if the model knows all of its tags.
-
-    Raises:
-        ValueError: there is no training set, and the model does not name its tags.
     """
     train = tables.get("train")
     if train is None:
-        if not known:
-            raise ValueError(
-                f"{next(iter(tables.values())).source}: the model does not name its tags; give the "
-                "--train_file that it was trained on as well"
-            )
         return tuple(known)
     named = _names_in(train.rows.features)
     if named:
