@@ -255,7 +255,6 @@ def batches_from(
     dist_env: DistEnv,
     seed: int,
     step: int,
-    pin: bool = False,
     collate: Collate = collate,
 ) -> Iterator[Batch]:
     """Yields this process's batches from a step on, epoch after epoch, endlessly.
@@ -263,13 +262,13 @@ def batches_from(
     Step n of a run takes the n-th batch, so the position in the data follows from the step.
 
     Args:
-        dataset, dist_env, seed, pin, collate: as for `training_batches`.
+        dataset, dist_env, seed, collate: as for `training_batches`.
         step: the number of batches that the run has had before; 0 unless it is resumed.
     """
     epoch, skip = divmod(step, batches_per_epoch(dataset, dist_env))
     while True:
         epoch += 1
-        yield from training_batches(dataset, dist_env, seed, epoch, skip, pin, collate)
+        yield from training_batches(dataset, dist_env, seed, epoch, skip, collate)
         skip = 0
 
 
@@ -279,7 +278,6 @@ def training_batches(
     seed: int,
     epoch: int,
     skip: int = 0,
-    pin: bool = False,
     collate: Collate = collate,
 ) -> Iterator[Batch]:
     """Yields this process's batches of one epoch, shuffled, all of full size.
@@ -293,7 +291,6 @@ def training_batches(
         seed: the run's seed, the same on all processes.
         epoch: the epoch's number, counted from 1.
         skip: how many batches to skip at the beginning, when a run is resumed.
-        pin: whether batches are in pinned memory, so that copying them to a GPU need not wait.
         collate: makes a batch of rows.
 
     Raises:
@@ -305,7 +302,7 @@ def training_batches(
     sampler.set_epoch(epoch)
     size = dataset.batch_size
     order = list(sampler)[skip * size : batches_per_epoch(dataset, dist_env) * size]
-    return _batches(dataset, order, pin, collate)
+    return _batches(dataset, order, dist_env, collate)
 
 
 def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch]:
@@ -319,12 +316,13 @@ def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch
         dist_env: this process.
     """
     share = range(dist_env.rank, dataset.num_examples, dist_env.world_size)
-    return _batches(dataset, share, pin=dist_env.device.type == "cuda")
+    return _batches(dataset, share, dist_env)
 
 
 def _batches(
-    dataset: FT_Dataset, order: Sequence[int], pin: bool, collate: Collate = collate
+    dataset: FT_Dataset, order: Sequence[int], dist_env: DistEnv, collate: Collate = collate
 ) -> Iterator[Batch]:
+    pin = dist_env.device.type == "cuda"  # a copy from pinned memory need not wait
     for start in range(0, len(order), dataset.batch_size):
         batch = collate([dataset[index] for index in order[start : start + dataset.batch_size]])
         yield {name: part.pin_memory() if pin else part for name, part in batch.items()}

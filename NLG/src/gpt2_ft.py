@@ -314,15 +314,12 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
     args, dist_env, optimizer = run.args, run.dist_env, run.optimizer
     step, best_ppl = progress
     pace = Pace(step, run.last_step)
-    on_gpu = dist_env.device.type == "cuda"
     to_batch = collate
     add_gradients = gradients_of(ddp_model, run.loss_of, run.precision, args)
     if args.cuda_graphs:
         to_batch = FillingCollator(collate, {}, run.model.config.n_positions)
         add_gradients = GraphedStep(add_gradients, run.model)
-    batches = batches_from(
-        run.train_data, dist_env, args.random_seed, step, pin=on_gpu, collate=to_batch
-    )
+    batches = batches_from(run.train_data, dist_env, args.random_seed, step, to_batch)
     bar = tqdm(
         range(step + 1, run.last_step + 1),
         total=run.last_step,

@@ -21,8 +21,8 @@ from data_utils import (
 )
 
 
-def process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+def process(rank: int = 0, world_size: int = 1, device: str = "cpu") -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device))
 
 
 def full_padding(context, completion, seq_len, joint_lm):
@@ -335,6 +335,6 @@ def test_validation_has_each_example_once(write, world_size):
 @pytest.mark.gpu
 def test_pinned_batches(write):
     dataset = FT_Dataset(write(*random_examples(8)), 4, 16)
-    for batch in training_batches(dataset, process(), 1, 1, pin=True):
+    for batch in training_batches(dataset, process(device="cuda"), 1, 1):
         rows = batch.pop("packed_rows")
         assert all(tensor.is_pinned() for tensor in (*batch.values(), rows.index, rows.targets))
