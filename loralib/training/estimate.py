@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 LAYERS_TIMED = 2
 # For how many seconds steps are timed.
 _TIMED = 2.0
+# Units and their sizes, from the largest.
+_BYTES = (("GiB", 2**30), ("MiB", 2**20))
+_OPERATIONS = (("PFLOP", 10**15), ("TFLOP", 10**12), ("GFLOP", 10**9))
 
 SETTINGS = {
     "estimate": "print the number of trained parameters, memory per device, arithmetic and time, "
@@ -205,8 +208,9 @@ class Estimate:
 
     def _of_memory(self) -> list[tuple[str, str]]:
         memory = self.memory
+        unit, size = _unit_of(memory.total, _BYTES)
         kinds = ("weights", "gradients", "optimizer", "activations", "total")
-        named = [(f"  {kind}", f"{getattr(memory, kind) / 2**30:10.3f} GiB") for kind in kinds]
+        named = [(f"  {kind}", f"{getattr(memory, kind) / size:10.3f} {unit}") for kind in kinds]
         if self.plan.device.type == "cuda":
             named.append(("  with CUDA graphs", MORE_MEMORY))
         return [("memory a device", ""), *named]
@@ -216,7 +220,7 @@ class Estimate:
         source = "measured here" if plan.rate is None else "given"
         rows = [
             ("rate of a device", f"{self.rate / 1e9:,.0f} GFLOP/s ({source})"),
-            ("arithmetic of a step", f"{operations * plan.devices / 1e12:,.3f} TFLOP"),
+            ("arithmetic of a step", _arithmetic(operations * plan.devices)),
             ("time of a step", in_words(operations / self.rate)),
         ]
         if plan.steps is None:
@@ -225,9 +229,19 @@ class Estimate:
         return [
             *rows,
             ("optimizer steps", f"{plan.steps:,}"),
-            ("arithmetic of the run", f"{every * plan.devices / 1e15:,.3f} PFLOP"),
+            ("arithmetic of the run", _arithmetic(every * plan.devices)),
             ("time of the run", in_words(every / self.rate)),
         ]
+
+
+def _unit_of(quantity: int, units: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """Returns the largest unit that is not larger than the quantity, or else the smallest."""
+    return next((unit for unit in units if quantity >= unit[1]), units[-1])
+
+
+def _arithmetic(operations: int) -> str:
+    unit, size = _unit_of(operations, _OPERATIONS)
+    return f"{operations / size:,.3f} {unit}"
 
 
 def estimate(plan: Plan[Any]) -> Estimate:

@@ -279,12 +279,42 @@ def test_an_estimate_is_printed_as_a_table():
         "  total                      2.503 GiB",
         "",
         "rate of a device        10 GFLOP/s (given)",
-        "arithmetic of a step    0.008 TFLOP",
+        "arithmetic of a step    8.000 GFLOP",
         "time of a step          0.2 s",
         "optimizer steps         100",
-        "arithmetic of the run   0.001 PFLOP",
+        "arithmetic of the run   800.000 GFLOP",
         "time of the run         20 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("operations", "shown"),
+    [
+        (10**6, ("0.008 GFLOP", "0.800 GFLOP")),
+        (10**9, ("8.000 GFLOP", "800.000 GFLOP")),
+        (125 * 10**9, ("1.000 TFLOP", "100.000 TFLOP")),
+        (125 * 10**14, ("100.000 PFLOP", "10,000.000 PFLOP")),
+    ],
+)
+def test_the_unit_of_arithmetic_fits_its_size(operations, shown):
+    taken = Estimate(plan_of(devices=4), 1, 1, Memory(1, 1, 1, 1), operations, 1e10)
+    lines = str(taken).splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines if "arithmetic" in line] == list(shown)
+
+
+@pytest.mark.parametrize(
+    ("memory", "shown"),
+    [
+        (Memory(2**18, 2**12, 2**13, 2**17), "0.250 0.004 0.008 0.125 0.387 MiB"),
+        (Memory(2**28, 2**27, 2**27, 2**28), "256.000 128.000 128.000 256.000 768.000 MiB"),
+        (Memory(2**29, 0, 0, 2**29), "0.500 0.000 0.000 0.500 1.000 GiB"),
+    ],
+)
+def test_all_memory_is_in_the_unit_that_fits_its_total(memory, shown):
+    lines = str(Estimate(plan_of(), 1, 1, memory, 1, 1e10)).splitlines()
+    start = lines.index("memory a device") + 1
+    *figures, unit = shown.split()
+    assert [line.split()[1:] for line in lines[start : start + 5]] == [[f, unit] for f in figures]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
