@@ -160,7 +160,7 @@ def failing_line(command: list, folder: Path, **environment: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), PROCESSES)
 def test_a_process_prints_one_line_of_error(good, bad, tmp_path, arguments, message):
-    script, *flags = arguments.format(good=good, bad=bad).split()
+    script, *flags = (word.format(good=good, bad=bad) for word in arguments.split())
     line = failing_line([preloaded_python(), ROOT / script, *flags], tmp_path)
     assert message.format(good=good, bad=bad) in line
 

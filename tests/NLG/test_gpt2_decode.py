@@ -323,7 +323,7 @@ def test_predictions_for_another_input_are_refused(run, vocab_folder, tmp_path):
 )
 def test_no_file_overwrites_another(flags, message, run, tmp_path):
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        run(*flags.format(tmp_path).split())
+        run(*(flag.format(tmp_path) for flag in flags.split()))
     assert str(error.value).startswith(message.format(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["input", "sample"]
 

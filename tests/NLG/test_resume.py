@@ -327,7 +327,8 @@ def test_a_run_is_not_resumed_with_other_settings(
     _other_base(tiny.folder)
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)
-    line = error_of([*killed, "--resume", *more.format(folder=tiny.folder).split()])
+    given = [word.format(folder=tiny.folder) for word in more.split()]
+    line = error_of([*killed, "--resume", *given])
     assert f"{work_dir}: belongs to a run with {named}" in line
     assert files_of(work_dir) == before
 

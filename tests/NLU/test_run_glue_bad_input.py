@@ -434,7 +434,8 @@ def test_bad_input_is_an_error_of_one_line(
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(bad)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained, base=tiny_base).split()
+    files = {"tmp": bad, "glue": tiny_glue, "trained": trained, "base": tiny_base}
+    given = [flag.format(**files) for flag in flags.split()]
     arguments = [*common(tiny_base), *given, "--output_dir", bad / "out"]
     line = failure(run_glue, arguments, monkeypatch, capsys)
     assert message.replace("{base}", str(tiny_base)) in line

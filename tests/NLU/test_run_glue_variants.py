@@ -259,7 +259,7 @@ def test_bad_input_is_an_error_of_one_line(
     run_glue, tiny_base, tiny_glue, tmp_path, run, monkeypatch, capsys, arguments, message
 ):
     files = {name: run(name) for name in FLAGS if f"{{{name}}}" in arguments}
-    given = arguments.format(glue=tiny_glue, **files).split()
+    given = [word.format(glue=tiny_glue, **files) for word in arguments.split()]
     capsys.readouterr()
     line = failure(
         run_glue,

@@ -133,8 +133,8 @@ def test_bad_arguments_are_a_one_line_error(
     predict, bases, adapters, bad, tmp_path, capsys, arguments, message
 ):
     files = {name: adapters["roberta"][name] for name in ("rte", "mnli")}
-    files["base"] = bases["roberta"]
-    words = arguments.format(tmp=bad, deberta=adapters["deberta"]["rte"], **files).split()
+    files |= {"base": bases["roberta"], "deberta": adapters["deberta"]["rte"], "tmp": bad}
+    words = [word.format(**files) for word in arguments.split()]
     given = [*common(bases["roberta"], bad / "in.jsonl"), *words]
     assert message in failed_untouched(predict, capsys, tmp_path, given)
 

@@ -399,12 +399,13 @@ def test_run_glue(folder, tiny_glue, run_glue, tmp_path, monkeypatch):
     relative = {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_buckets": 16}
     config = DebertaV2Config(**shape, **relative, gradient_checkpointing=True)
     DebertaV2Model(config).save_pretrained(folder)
-    common = f"--model_name_or_path {folder} --task_name rte --data_dir {tiny_glue} --do_eval "
-    common += "--apply_lora --lora_r 2 --lora_alpha 4 --report_to none --disable_tqdm"
-    run_glue.main([*common.split(), "--do_train", "--max_steps", "3", "--output_dir", "first"])
+    common = ["--model_name_or_path", str(folder), "--task_name", "rte", "--data_dir"]
+    common += [str(tiny_glue), "--do_eval", "--apply_lora", "--lora_r", "2", "--lora_alpha", "4"]
+    common += ["--report_to", "none", "--disable_tqdm"]
+    run_glue.main([*common, "--do_train", "--max_steps", "3", "--output_dir", "first"])
     assert Path("first", "spm.model").read_bytes() == MODEL
     adapter = ["--lora_path", "first/pytorch_model_lora.safetensors", "--output_dir", "second"]
-    run_glue.main([*common.split(), *adapter])
+    run_glue.main([*common, *adapter])
     results = [
         json.loads(Path(out, "eval_results.json").read_text()) for out in ("first", "second")
     ]

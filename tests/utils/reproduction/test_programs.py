@@ -1,6 +1,7 @@
 """Tests how a run is executed: what is kept when its program ends, fails or is interrupted."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ def program(nlg, monkeypatch):
 
     def set_to(text: str) -> None:
         def command(run):
-            return ["bash", "-c", text.format(output=run.output), "bash"], {"SEED": str(run.seed)}
+            script = text.format(output=shlex.quote(str(run.output)))
+            return ["bash", "-c", script, "bash"], {"SEED": str(run.seed)}
 
         monkeypatch.setattr(nlg, "command", command)
 
@@ -90,7 +92,7 @@ def test_last_error_returns_the_line_with_the_error(log, line):
 
 
 def test_an_interrupted_run_is_ended_and_unfinished(nlg, run, program, tmp_path):
-    program(f"echo $$ > {tmp_path / 'pid'}; sleep 0.3; kill -INT $PPID; sleep 60")
+    program(f"echo $$ > '{tmp_path}/pid'; sleep 0.3; kill -INT $PPID; sleep 60")
     # Programs that a shell starts in the background ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -104,7 +106,7 @@ def test_an_interrupted_run_is_ended_and_unfinished(nlg, run, program, tmp_path)
 
 
 def test_a_process_that_a_run_leaves_behind_keeps_its_folder_locked(nlg, run, program, tmp_path):
-    program(f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 1")
+    program(f"sleep 60 & echo $! > '{tmp_path}/pid'; exit 1")
     programs.execute(nlg, run, [])
     with pytest.raises(ValueError, match="another program is using it"):
         programs.execute(nlg, run, [])
