@@ -83,5 +83,5 @@ def test_a_bar_is_as_long_as_its_ratio():
 def test_the_command_draws_what_is_asked_for(tmp_path, capsys):
     draw_pictures.main(["speed", "lora", "speed", "--output_dir", str(tmp_path)])
     paths = [tmp_path / "speed.png", tmp_path / "lora.svg"]
-    assert capsys.readouterr().out.split() == [str(path) for path in paths]
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in paths]
     assert all(path.stat().st_size > 1000 for path in paths)
