@@ -34,7 +34,8 @@ _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY)
 
 # Follows the file's name in the name of its temporary file, which identifies the latter as ours.
 _HALF = ".half-"
-_HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?")
+# The other name is that of the temporary file of safetensors, which it renames to ours.
+_HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?|\.tmp[a-zA-Z0-9]{{6}}")
 
 
 @contextmanager

@@ -4,6 +4,9 @@ import errno
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +61,25 @@ def test_half_written_files_are_removed(tmp_path, monkeypatch):
     with output_folder(tmp_path, 0, 1, [".folder.*"]):
         left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
     assert left == kept
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's limits")
+def test_what_safetensors_has_half_written_is_removed(tmp_path):
+    """It writes under a name of its own, which becomes the temporary name that it was given."""
+    code = (
+        "import resource, signal, sys, numpy, safetensors.numpy\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a longer file kills the process\n"
+        "safetensors.numpy.save_file({'a': numpy.zeros(1000)}, sys.argv[1])"
+    )
+    path = tmp_path / ".model.safetensors.half-aaaaaaaa.safetensors"
+    path.touch()
+    killed = subprocess.run([sys.executable, "-c", code, path])
+    assert killed.returncode == -signal.SIGXFSZ
+    with output_folder(tmp_path, 0, 1):
+        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
+    assert left == set()
 
 
 def test_a_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
