@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -146,11 +146,14 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
         Owner.this_process().write(owner_path)
         yield
     finally:
-        owner_path.unlink(missing_ok=True)
-        if os.name == "posix":
-            # Before the lock is released, so that a process that has the file open sees that it is
-            # unlinked. Windows cannot remove an open file: there, releasing the lock removes it.
-            Path(folder, LOCK_NAME).unlink(missing_ok=True)
+        # On a disk that has become read-only they stay, and count as those of a killed process. The
+        # error to report is the block's.
+        with suppress(OSError):
+            owner_path.unlink(missing_ok=True)
+            if os.name == "posix":
+                # Before the lock is released, so that a process that has the file open sees that it
+                # is unlinked. Windows cannot remove an open file: there, releasing the lock does.
+                Path(folder, LOCK_NAME).unlink(missing_ok=True)
         lock.release()
 
 

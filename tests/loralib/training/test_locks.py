@@ -87,6 +87,20 @@ def test_an_error_in_the_block_releases_the_lock(tmp_path):
     take(tmp_path)
 
 
+def test_a_disk_that_becomes_read_only_does_not_hide_the_block_s_error(tmp_path, monkeypatch):
+    def unlink(path, **settings):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def main():
+        with monkeypatch.context() as patch, sole_use(tmp_path):
+            patch.setattr(locks.Path, "unlink", unlink)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        main()
+    take(tmp_path)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only `sleep` advances; `.after` is called after each sleep, with the time."""
