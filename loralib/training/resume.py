@@ -114,7 +114,8 @@ def check_same_run(
 
     Args:
         where: the file or folder from which it would resume.
-        before: the settings that it began with, by name.
+        before: the settings that it began with, by name. One that is missing was off, as in an
+            older version, which did not have it.
         now: this run's settings, which have to be the same.
         way_out: what the user can do.
 
@@ -122,7 +123,7 @@ def check_same_run(
         CheckpointError: a setting differs; the message names it.
     """
     for name, value in now.items():
-        if before.get(name) != value:
+        if before.get(name) != value and (name in before or value):
             was, becomes = short_digest(before.get(name)), short_digest(value)
             raise CheckpointError(
                 f"{where}: belongs to a run with {name} {was}, but this run has {becomes}: "

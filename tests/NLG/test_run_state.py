@@ -96,6 +96,19 @@ def test_a_run_may_have_the_shorter_fingerprint_that_older_versions_wrote(tmp_pa
         restore_run(tmp_path, ALONE, other, state, *make(2))
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_may_have_the_state_of_a_version_without_graphs(tmp_path, finished):
+    flag = "--cuda_graphs"
+    model, parts = make(1)
+    write(tmp_path, model, parts)
+    if finished:
+        write_finished(tmp_path, ALONE, IDENTITY, 7)
+    state = read_run(tmp_path)
+    assert restore_run(tmp_path, ALONE, {**IDENTITY, flag: False}, state, model, parts).step == 7
+    with pytest.raises(CheckpointError, match=f"with {flag} None, but this run has True: "):
+        restore_run(tmp_path, ALONE, {**IDENTITY, flag: True}, state, model, parts)
+
+
 def test_the_state_of_a_finished_run_is_only_a_mark(tmp_path):
     model, parts = make(1)
     write(tmp_path, model, parts)

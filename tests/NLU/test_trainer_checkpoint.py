@@ -23,7 +23,7 @@ from trainer_runs import (
 
 from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError, DiskFullError
-from loralib.io.tensors import read_tensors, write_tensors
+from loralib.io.tensors import read_tensors, write_tensors, write_torch
 from loralib.training.determinism import set_dropout_seed
 from transformers import (
     EarlyStoppingCallback,
@@ -647,6 +647,14 @@ def test_another_setting_of_determinism_is_refused(make_trainer, checkpoint, dev
     message = "a run with --use_deterministic_algorithms False, but this run has True"
     with pytest.raises(CheckpointError, match=message):
         make_trainer(use_deterministic_algorithms=True).train(str(checkpoint))
+
+
+def test_a_checkpoint_may_lack_a_flag_that_its_version_did_not_have(make_trainer, checkpoint):
+    path = checkpoint / "training_args.bin"
+    written = torch.load(path)
+    assert written.pop("torch_compile") is False
+    write_torch(path, written)
+    make_trainer().train(str(checkpoint))
 
 
 def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_path):

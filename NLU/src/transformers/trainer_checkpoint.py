@@ -295,9 +295,12 @@ class Checkpoints:
         graphs = [bool(each.get("cuda_graphs")) for each in (before, now)]
         if goes_on_without(path, *graphs, self.args.is_main_process):
             graphs[0] = False
+        all_settings = [
+            {**each, "cuda_graphs": used} for each, used in zip((before, now), graphs, strict=True)
+        ]
         flags = (
-            {f"--{name}": {**each, "cuda_graphs": used}.get(name) for name in _FIXED_FLAGS}
-            for each, used in zip((before, now), graphs, strict=True)
+            {f"--{name}": each[name] for name in _FIXED_FLAGS if name in each}
+            for each in all_settings
         )
         check_same_run(path, *flags, _SAME_SETTING)
 

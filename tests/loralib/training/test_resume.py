@@ -136,6 +136,12 @@ def test_a_run_with_other_settings_is_refused(tmp_path):
         check_same_run(tmp_path, before, {"--seed": 3}, "give the same")
 
 
+def test_a_setting_that_an_older_version_did_not_have_was_off(tmp_path):
+    check_same_run(tmp_path, {}, {"--graphs": False, "--pattern": None}, "give the same")
+    with pytest.raises(CheckpointError, match="with --graphs None, but this run has False"):
+        check_same_run(tmp_path, {"--graphs": None}, {"--graphs": False}, "give the same")
+
+
 def test_the_example_of_an_rng_state_has_no_gpu_generator(fake_gpu_rng):
     on_gpu = rng_state(torch.device("cuda", 0))
     assert "cuda" in on_gpu
