@@ -201,6 +201,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     best_ppl = take_steps(run, ddp_model, progress, metrics)
     write_model(run, run.last_step, lora_only=args.save_lora_only)
     curves = metrics.draw()  # before the run counts as finished, since --resume then does nothing
+    metrics.sync()
     write_finished(work_dir, dist_env, run.identity, run.last_step)
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
@@ -365,6 +366,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
         if resume_is_due and update_is_due:  # no gradients are pending
             check_losses(losses, run.scheduler)
             now = Progress(step, best_ppl)
+            metrics.sync()  # first, because a resumed run adds only the lines of later steps
             write_run(run.work_dir, dist_env, run.identity, now, run.model, run.parts)
             resume_is_due = False
     check_losses(losses, run.scheduler)

@@ -92,6 +92,12 @@ class MetricsLog:
             with naming_file(self.path.with_name("runs") / TENSORBOARD_FILE):
                 self._show(step, figures)
 
+    def sync(self) -> None:
+        """Syncs the log, so that what it holds so far survives a power cut."""
+        if self.is_main:
+            with naming_file(self.path), open(self.path, "a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
+
     def draw(self) -> Path | None:
         """Writes ``learning_curves.png`` of the whole run, if that is asked for.
 

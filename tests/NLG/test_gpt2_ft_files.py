@@ -1,6 +1,7 @@
 """Tests gpt2_ft.py: what it writes and when, the flags that it accepts, and its errors."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,33 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(curves, "_draw", note)
     return pictures
+
+
+def test_no_metrics_are_lost_in_a_power_cut(tiny, tmp_path, monkeypatch):
+    """They are synced before each state, after which a resumed run adds only later lines."""
+    log, synced, seen = tmp_path / "metrics.jsonl", [], []
+    fsync = os.fsync
+
+    def noting(handle):
+        if log.exists() and os.path.samestat(os.fstat(handle), log.stat()):
+            synced.append(log.stat().st_size)
+        fsync(handle)
+
+    def spied(write):
+        def writing(*given):
+            seen.append((synced[-1:], [log.stat().st_size]))
+            write(*given)
+
+        return writing
+
+    for name in ("write_run", "write_finished"):
+        monkeypatch.setattr(gpt2_ft, name, spied(getattr(gpt2_ft, name)))
+    monkeypatch.setattr(os, "fsync", noting)
+    gpt2_ft.main(
+        tiny.flags(tmp_path, *["--max_epoch", "2", "--save_interval", "3", "--report_to", "none"])
+    )
+    assert len(seen) > 2
+    assert all(length == size for length, size in seen)
 
 
 def test_a_run_is_drawn_at_its_end(tiny, tmp_path, drawn, read_metrics):
