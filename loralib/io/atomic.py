@@ -272,7 +272,7 @@ def _not_created(path: Path, error: OSError) -> OSError:
 
 
 def _remove_any(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -376,6 +376,8 @@ def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
     the name of `temporary`, with its own suffix or with ``.replaced``. The next call with the same
     `temporary` removes it.
 
+    If `path` is a link, the link is replaced, and what it points to stays.
+
     Args:
         path: the folder to create or replace.
         temporary: the temporary folder, next to `path`.
@@ -383,7 +385,7 @@ def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
     Raises:
         DiskFullError: the disk is full.
     """
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove_any(temporary)
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
@@ -398,17 +400,17 @@ def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
 
 def _replace_folder(complete: Path, path: Path) -> None:
     replaced = complete.with_suffix(".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
+    _remove_any(replaced)
+    if os.path.lexists(path):  # also a link into nothing
         path.rename(replaced)
     try:
         complete.rename(path)
     except OSError as error:
-        if replaced.exists():
+        if os.path.lexists(replaced):
             replaced.rename(path)  # the old folder stays
         raise OSError(error.errno, error.strerror, str(path)) from error
     sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove_any(replaced)
 
 
 def sync_file(path: str | os.PathLike) -> None:

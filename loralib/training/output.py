@@ -87,12 +87,15 @@ def _clear(folder: Path, folders: Iterable[str]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder that a run no longer needs, or warns.
+    """Removes a folder that a run no longer needs, or a link to one, or warns.
 
     It may hold another user's files, or, on a network file system, some that are still open.
     """
     try:
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
     except OSError as error:
         logger.warning("%s cannot be removed: %s", folder, error.strerror)
 

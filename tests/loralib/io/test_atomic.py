@@ -254,6 +254,24 @@ def test_replacing_folder_replaces_a_folder_at_the_end(tmp_path, there):
     assert names(path) == ["x"]
 
 
+@posix
+@pytest.mark.parametrize("kind", ["a file", "a link", "a link into nothing"])
+def test_replacing_folder_replaces_what_is_not_a_folder(tmp_path, kind):
+    path, other = tmp_path / "a", tmp_path / "other"
+    if kind == "a file":
+        path.write_text("old")
+    else:
+        path.symlink_to(other)
+    if kind == "a link":  # to a disk with more room
+        other.mkdir()
+    kept = names(tmp_path)
+    with replacing_folder(path, tmp_path / ".a.unfinished"):
+        (tmp_path / ".a.unfinished" / "x").write_text("x")
+    assert names(tmp_path) == kept
+    assert not path.is_symlink()
+    assert names(path) == ["x"]
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_replacing_folder_works_after_a_kill_during_replacement(tmp_path, there):
     """The old folder had been renamed; the new one may have taken its place already."""

@@ -17,7 +17,7 @@ from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
 from loralib.training import output
 from loralib.training.locks import sole_use
-from loralib.training.output import appears, check_shared, output_folder
+from loralib.training.output import appears, check_shared, output_folder, remove_folder
 
 
 def test_a_folder_is_made_and_stays_if_something_is_written(tmp_path):
@@ -80,6 +80,17 @@ def test_what_safetensors_has_half_written_is_removed(tmp_path):
     with output_folder(tmp_path, 0, 1):
         left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
     assert left == set()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links")
+def test_of_a_link_to_a_folder_only_the_link_is_removed(tmp_path, caplog):
+    """A checkpoint may have been moved to a disk with more room."""
+    moved, link = tmp_path / "moved", tmp_path / "link"
+    moved.mkdir()
+    link.symlink_to(moved)
+    remove_folder(link)
+    assert [*tmp_path.iterdir()] == [moved]
+    assert not caplog.messages
 
 
 def test_a_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
