@@ -178,18 +178,10 @@ def run(
     except _expected_errors() as error:
         if isinstance(error, BrokenPipeError) and error.filename == OUTPUT:
             _end(_UNREAD)
-        if os.environ.get("LORA_DEBUG") == "1":
-            raise
-        _stop_watching()  # so that this error ends the process, and not that others are gone
-        line = _line(error)
-        # Before the wait: a launcher takes the first of several processes' errors for the cause,
-        # and those of processes that only miss this one come later.
-        tell_launcher(line)
-        if rank():
-            time.sleep(HEAD_START)
-        report(line)
-        _end(1)
+        _end_with(error, report)
     except RuntimeError as error:
+        if _NO_MEMORY in str(error):
+            _end_with(error, report)
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
         _stop_watching()
@@ -205,13 +197,31 @@ def run(
 
 
 _UNREAD = 141  # the status that shells report for a program ended by SIGPIPE
+# A part of PyTorch's error if there is too little memory on the CPU, which has no class of its own.
+_NO_MEMORY = "DefaultCPUAllocator: "
+
+
+def _end_with(error: Exception, report: Callable[[str], None]) -> NoReturn:
+    """Ends the process with an error that a user can fix, or raises it if that is asked for."""
+    if os.environ.get("LORA_DEBUG") == "1":
+        raise error
+    _stop_watching()  # so that this error ends the process, and not that others are gone
+    line = _line(error)
+    # Before the wait: a launcher takes the first of several processes' errors for the cause, and
+    # those of processes that only miss this one come later.
+    tell_launcher(line)
+    if rank():
+        time.sleep(HEAD_START)
+    report(line)
+    _end(1)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
     """Returns the errors that a user can fix, including PyTorch's own if that is imported."""
     ours = (CheckpointError, TrainingError, UnsupportedLayerError)
     torch = sys.modules.get("torch")
-    return (*ours, OSError, ValueError, *((torch.OutOfMemoryError,) if torch else ()))
+    of_torch = (torch.OutOfMemoryError,) if torch else ()
+    return (*ours, OSError, ValueError, MemoryError, *of_torch)
 
 
 def _is_in_group() -> bool:
@@ -243,7 +253,7 @@ def error_in_words(error: Exception) -> str:
         in_the_way = isinstance(error, FileExistsError) and os.path.isfile(error.filename)
         reason = "is a file, where a folder is needed" if in_the_way else error.strerror
         return f"{error.filename}: {reason}"
-    return str(error)
+    return str(error) or type(error).__name__  # Python's own MemoryError has no message
 
 
 # Parts of the errors of gloo's and NCCL's collectives: another process has not answered in time, or

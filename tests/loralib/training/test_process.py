@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_an_error_is_one_line(kind, lines, monkeypatch):
     monkeypatch.setenv("LORA_DEBUG", "1")
     with pytest.raises(kind):
         run(main, lines.append)
+
+
+@pytest.mark.parametrize(
+    ("fail", "line"),
+    [
+        (lambda: torch.empty(2**50), "DefaultCPUAllocator: .*memory"),
+        (lambda: bytes(2**50), "MemoryError$"),
+    ],
+)
+def test_too_little_memory_is_one_line(lines, fail, line):
+    with pytest.raises(SystemExit) as ended:
+        run(fail, lines.append)
+    assert ended.value.code == 1
+    assert re.match(f"script.py: error: .*{line}", lines[0])
 
 
 def test_an_error_names_its_process_if_it_is_not_the_main_one(lines, monkeypatch):
