@@ -32,10 +32,9 @@ def stacks_in(module: nn.Module) -> dict[str, Tensor]:
 
     Kernels of convolutions are not stacks.
     """
-    own = module._parameters
-    if not own or isinstance(module, _ConvNd):
+    if isinstance(module, _ConvNd):
         return {}
-    return {n: p for n, p in own.items() if p is not None and _is_stack(p)}
+    return {n: p for n, p in module._parameters.items() if p is not None and _is_stack(p)}
 
 
 def _is_stack(parameter: Tensor) -> bool:

@@ -139,13 +139,17 @@ def test_the_original_tensors_of_weight_norm_are_not_suggested_as_stacks(target,
         lora.add_lora(weight_normed(), target)
 
 
-def test_the_tensors_of_a_parameter_list_are_not_suggested_as_stacks(caplog):
-    weights = nn.ParameterList([torch.zeros(3, 4, 4)])
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [(nn.ParameterList, [torch.zeros(3, 4, 4)]), (nn.ParameterDict, {"0": torch.zeros(3, 4, 4)})],
+)
+def test_the_tensors_of_a_list_or_dict_are_not_suggested_as_stacks(caplog, kind, held):
+    weights, message = kind(held), rf"^weights\.0 belongs to a {kind.__name__}, wh"
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)]), "weights": weights})
     with pytest.raises(ValueError, match=r"^'other' matches no module of the model; it has layers"):
         lora.add_lora(model, "other")
     lora.add_lora(model, re.compile(r"layers\.0"), r=R)
-    with pytest.raises(UnsupportedLayerError, match=r"^weights\.0 belongs to a ParameterList, wh"):
+    with pytest.raises(UnsupportedLayerError, match=message):
         lora.add_lora(model, "weights.0", r=R)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])})
     model["weights"] = weights
