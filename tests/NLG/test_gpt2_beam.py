@@ -292,6 +292,7 @@ def test_long_contexts_keep_their_last_tokens(decode, files, tmp_path, caplog):
     contexts = [[1, 2, 3, 4, 5], [9, 3, 4, 5], [3, 4, 5], [8]]
     write_contexts(path, contexts)
     with caplog.at_level(logging.WARNING):
+        assert gpt2_beam.cut_contexts(contexts, 5, "fits") == contexts
         texts = decode("--seq_len", 9, data=path)
     settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
     assert texts == expected(files, "base.pt", [[3, 4, 5]] * 3 + [[8]], settings)

@@ -52,6 +52,8 @@ def test_a_forward_that_was_set_can_be_deleted_as_the_error_says():
     model.a.forward = lambda x: 2 * forward(x)
     with pytest.raises(ValueError, match=r"\(del model\.get_submodule\('a'\)\.forward\)$"):
         lora.merge(model)
+    with pytest.raises(ValueError, match=r"^the layer has a .* \(del model\.forward\)$"):
+        lora.merge(model.a)
     del model.get_submodule("a").forward
     close(lora.merge(model)(x), expected)
 
