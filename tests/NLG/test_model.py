@@ -660,7 +660,6 @@ def test_filling_a_batch_up_changes_neither_loss_nor_gradients(
     monkeypatch.setattr(
         model_module, "head_loss", lambda *given: seen.append(len(given[0])) or head_loss(*given)
     )
-    monkeypatch.setattr(row_buckets, "_FEWEST", 8)
     for is_filled in (False, True):
         monkeypatch.setattr(row_buckets, "_largest_step", lambda x, step=64 * is_filled: step)
         model = build(**lora_fields).double()

@@ -35,7 +35,6 @@ def test_added_rows_change_neither_losses_nor_gradients(
     expected = step(model, batch)
     calls = []
     monkeypatch.setattr(row_buckets, "_largest_step", lambda x: calls.append(len(x)) or 64)
-    monkeypatch.setattr(row_buckets, "_FEWEST", 8)
     tokens = int(batch["attention_mask"].sum())
     assert tokens % 2 ** (tokens.bit_length() - 4)  # the count is not a multiple, so rows are added
     ours = step(model, batch)
