@@ -756,8 +756,8 @@ def test_a_copy_that_has_replaced_a_module_takes_adapters(name):
     assert not module._forward_hooks
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_lora_of_the_models_head_shares_a_batch_with_a_wider_head(tmp_path, variant):
+@pytest.mark.parametrize(("variant", "tokens"), [("lora", []), ("dora", []), ("lora", [2])])
+def test_lora_of_the_models_head_shares_a_batch_with_a_wider_head(tmp_path, variant, tokens):
     torch.manual_seed(0)
     base = Net().eval()
     other = copy.deepcopy(base)
@@ -766,9 +766,9 @@ def test_lora_of_the_models_head_shares_a_batch_with_a_wider_head(tmp_path, vari
     for number, model in enumerate(models):
         lora.save_adapter(model, tmp_path / f"{number}.safetensors")
     bank = bank_of(base, tmp_path / "0.safetensors", tmp_path / "1.safetensors")
-    x = torch.randn(2, 6)
+    x = torch.randn(2, *tokens, 6)
     with torch.no_grad(), bank.use(["a0", "a1"]):
         logits = base(x)
     close(logits[0], models[0](x[:1])[0])
-    close(logits[1, :3], models[1](x[1:])[0])
-    assert logits[1, 3:].isneginf().all()
+    close(logits[1, ..., :3], models[1](x[1:])[0])
+    assert logits[1, ..., 3:].isneginf().all()
