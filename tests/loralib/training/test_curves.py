@@ -19,7 +19,7 @@ RECORDS = [
     {"step": 4, "loss": 2.0},
     {"step": 4, "eval_loss": 2.5, "score": 0.5},
     {"step": 4, "eval_loss": 9.0, "score": 0.1},
-    {"step": 4, "score": "none"},
+    {"step": 6, "score": "none"},
 ]
 
 
