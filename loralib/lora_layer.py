@@ -1,5 +1,6 @@
 """Base class of all LoRA layers: the update's settings and parameters."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from .steps import mark_layer, mark_update
 from .tensor_kinds import is_sharded
 from .wrappers import has_own_forward
 from .zero3 import check_gathered
+
+logger = logging.getLogger(__name__)
 
 
 class LoRALayer:
@@ -363,7 +366,14 @@ class LoRALayer:
         self._empty = tuple((name, _writes(getattr(self, name))) for name in names)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
         # A partial state dict may have been completed with the model's own tensors, which bring no
@@ -372,7 +382,16 @@ class LoRALayer:
             name: value is not None and not _is_alias(value, getattr(self, name))
             for name, value in given.items()
         }
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        _warn_of_lora_left_out(unexpected_keys)
         mark_layer(self)
         self._note_empty(
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
@@ -601,6 +620,31 @@ def _is_alias(given: object, tensor: Tensor) -> bool:
         return False
     is_dense = given.layout == tensor.layout == torch.strided
     return is_dense and given.data_ptr() == tensor.data_ptr()
+
+
+# The list of unexpected names of the latest `load_state_dict` that was warned of.
+_warned_of: list[str] | None = None
+
+
+def _warn_of_lora_left_out(unexpected: list[str]) -> None:
+    """Warns of LoRA in a state dict under names that the model lacks, once a `load_state_dict`.
+
+    With strict=False, as in the release's instructions, PyTorch leaves it out without a message.
+
+    Args:
+        unexpected: the list to which PyTorch adds such names while it loads a model.
+    """
+    global _warned_of
+    first = next((name for name in unexpected if "lora_" in name), None)
+    if first is None or unexpected is _warned_of:
+        return
+    _warned_of = unexpected
+    logger.warning(
+        "the state dict has LoRA under names that the model lacks (%s, …), which is not loaded: "
+        "build the model with that LoRA, or rename the tensors, as load_adapter does for DDP's and "
+        "PEFT's files",
+        first,
+    )
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -572,6 +572,33 @@ def test_an_unexpected_bias_is_reported_by_its_name_in_the_state_dict():
     assert not keys.missing_keys
 
 
+RENAMED = {  # -> names of a model's LoRA in a file, and whether the model lacks some of them
+    "plain": (lambda name: name, False),
+    "of DDP": (lambda name: f"module.{name}", True),
+    "of PEFT": (lambda name: f"base_model.model.{name}.weight", True),
+    "of another layer": (lambda name: name.replace("1.", "0."), True),
+}
+
+
+@pytest.mark.parametrize("r", [2, 0])
+@pytest.mark.parametrize("names", RENAMED)
+def test_lora_that_load_state_dict_leaves_out_is_warned_of_once(names, r, caplog):
+    def model(r):
+        return nn.Sequential(nn.Linear(3, 3), *(lora.Linear(3, 3, r=r) for _ in range(2)))
+
+    renamed, is_left_out = RENAMED[names]
+    file = {renamed(name): tensor for name, tensor in lora.lora_state_dict(model(2)).items()}
+    taking = model(r)
+    for _ in range(2):  # each call is warned of
+        taking.load_state_dict(file, strict=False)
+        warnings = [record.getMessage() for record in caplog.records]
+        assert len(warnings) == (is_left_out or r == 0)
+        assert all(f"lacks ({next(iter(file))}, …)" in warning for warning in warnings)
+        caplog.clear()
+    taking.load_state_dict({"0.bias": torch.ones(3), "other": torch.ones(3)}, strict=False)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", LINEAR)
 @torch.no_grad()
 def test_a_seed_gives_the_dropout_of_0_1_2_without_fast_paths(name):
