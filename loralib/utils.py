@@ -19,7 +19,7 @@ from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_there, check_whole, weights_with_updates
 from .positions import lora_reaches_positions, unshare_positions
 from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
-from .steps import forget_steps
+from .steps import forget_steps, trained_along
 from .tensor_kinds import is_fake, is_sharded
 from .text import in_short, module_label
 from .tied_words import tied_words, warn_of_untied
@@ -223,7 +223,8 @@ def with_lora_plus(
 def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     """Returns the part of `model.state_dict()` that `mark_only_lora_as_trainable` does not freeze.
 
-    If the model has no LoRA parameters, a warning is logged.
+    A warning is logged if the model has no LoRA parameters, or if others were trained with them
+    that are not returned, such as a head's.
 
     Args:
         model: a model with LoRA layers.
@@ -253,7 +254,17 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
         names |= {layer + bias for layer in layers for bias in own}
         names |= {f"{layer}base.bias" for layer in layers if f"{layer}weight" not in state}
     parameters = model.named_parameters(remove_duplicate=False)
-    check_gathered((each for each in parameters if each[0] in names), "its state is taken")
+    returned = [each for each in parameters if each[0] in names]
+    check_gathered(returned, "its state is taken")
+    held = {id(parameter) for _, parameter in returned}
+    left_out = [name for name, p in trained_along(model).items() if id(p) not in held]
+    if left_out:
+        logger.warning(
+            "lora_state_dict(…, bias=%r) leaves out %s, trained along with LoRA: save that as "
+            "well, or all together by save_adapter",
+            bias,
+            in_short(left_out, at_most=2),
+        )
     return {name: tensor for name, tensor in state.items() if name in names}
 
 

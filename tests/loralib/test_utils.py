@@ -69,6 +69,20 @@ def test_what_is_trainable_is_what_is_saved(model, bias, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("trained", TRAINED)
+def test_what_was_trained_but_is_not_in_the_state_is_warned_of(model, trained, caplog):
+    lora.mark_only_lora_as_trainable(model, bias=trained)
+    optimizer = torch.optim.SGD(lora.parameter_groups(model, lr=0.1))
+    model(torch.arange(9)[None]).square().mean().backward()
+    optimizer.step()
+    for bias in TRAINED:
+        lora.lora_state_dict(model, bias=bias)
+        left_out = TRAINED[trained] - TRAINED[bias]
+        assert len(caplog.records) == bool(left_out)
+        assert all(f"bias={bias!r}) leaves out " in r.getMessage() for r in caplog.records)
+        caplog.clear()
+
+
 def test_the_default_is_no_bias(model):
     lora.mark_only_lora_as_trainable(model)
     assert lora.lora_state_dict(model).keys() == LORA
