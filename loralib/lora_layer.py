@@ -499,6 +499,12 @@ class LoRALayer:
 
     # ---- moving, copying and pickling ----
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuses `torch.jit.script`, which calls this first: its own error gives no advice."""
+        raise ValueError(
+            "torch.jit.script cannot compile LoRA layers: give it lora.merge(copy.deepcopy(model))"
+        )
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
         self._merged_copy = None

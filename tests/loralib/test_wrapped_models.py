@@ -117,6 +117,16 @@ def test_a_state_dict_of_other_names_loses_nothing(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("r", [2, 0])
+def test_a_model_is_scripted_after_it_is_merged(r):
+    model, x = nn.Sequential(lora.Linear(6, 4, r=r)), torch.randn(2, 6)
+    model[0].lora_B = nn.Parameter(torch.randn(4, r))
+    with pytest.raises(ValueError, match=r"give it lora\.merge\(copy\.deepcopy\(model\)\)"):
+        torch.jit.script(model)
+    close(torch.jit.script(lora.merge(copy.deepcopy(model)))(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 6))])
 def test_a_scripted_model_is_refused_with_one_line(tmp_path, make):
     lora.save_adapter(drawn(Net(), ["a"]), tmp_path / "a")
