@@ -159,7 +159,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             return linear(x, self._as_matrix(self.weight), self.bias)
         dtype = product_dtype(x)
         merged = self._merged_weight()
-        if merged is None or x.layout is not torch.jagged:  # PyTorch can multiply jagged tensors
+        if merged is None or not x.is_nested:  # PyTorch can multiply nested tensors
             check_dense(x)
         if merged is not None:
             weight, bias = self._as_matrix(merged).to(dtype), cast(self.bias, dtype)

@@ -82,7 +82,8 @@ def check_dense(x: Tensor) -> None:
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(
             "a layer with LoRA received a nested or sparse tensor: convert it, as by "
-            "to_padded_tensor(0.0) or to_dense()"
+            "to_padded_tensor(0.0) or to_dense(), or set use_nested_tensor = False in the "
+            "nn.TransformerEncoder that made it"
         )
 
 
@@ -233,10 +234,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _is_ordinary(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Returns whether fast methods are on and support these tensors.
 
-    These are on a CPU, of no subclass, not part of a compiled or traced graph, and without a
-    forward derivative, which the methods would lose.
+    These are on a CPU, not nested, of no subclass, not part of a compiled or traced graph, and
+    without a forward derivative, which the methods would lose.
     """
-    is_plain = x.device.type == "cpu" and {type(x), type(weight)} <= _PLAIN
+    is_plain = x.device.type == "cpu" and not x.is_nested and {type(x), type(weight)} <= _PLAIN
     return is_plain and are_eager_paths_on(*((x, weight) if bias is None else (x, weight, bias)))
 
 

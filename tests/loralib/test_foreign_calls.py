@@ -195,14 +195,29 @@ INPUTS = {
 
 
 # Refused in evaluation mode too.
-ALWAYS_REFUSED = ("sparse", "rows", "nested")
+ALWAYS_REFUSED = ("sparse", "rows")
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged"])
+@torch.no_grad()
+def test_nested_inputs_are_accepted_in_evaluation(kind):
+    layer = drawn(Net(), ["a"]).eval().a
+    for rows, given in zip(layer(INPUTS[kind]()).unbind(), RAGGED, strict=True):
+        torch.testing.assert_close(rows, layer(given))
 
 
 @torch.no_grad()
-def test_jagged_inputs_are_accepted_in_evaluation():
-    layer = drawn(Net(), ["a"]).eval().a
-    for rows, given in zip(layer(INPUTS["jagged"]()), RAGGED, strict=True):
-        torch.testing.assert_close(rows, layer(given))
+def test_an_encoder_with_layers_that_were_replaced_by_hand_takes_a_padding_mask():
+    """In evaluation it gives them nested tensors."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, num_layers=2)
+    for block in encoder.layers:
+        block.linear1 = lora.Linear(8, 16, r=2)
+        nn.init.normal_(block.linear1.lora_B)
+    x, is_padding = torch.randn(2, 3, 8), torch.tensor([[False] * 3, [False, False, True]])
+    expected = encoder(x, src_key_padding_mask=is_padding)
+    found = encoder.eval()(x, src_key_padding_mask=is_padding)
+    close(found[~is_padding], expected[~is_padding])
 
 
 @pytest.mark.parametrize(
