@@ -391,7 +391,7 @@ class LoRALayer:
             unexpected_keys,
             error_msgs,
         )
-        _warn_of_lora_left_out(unexpected_keys)
+        warn_of_lora_left_out(unexpected_keys)
         mark_layer(self)
         self._note_empty(
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
@@ -632,7 +632,7 @@ def _is_alias(given: object, tensor: Tensor) -> bool:
 _warned_of: list[str] | None = None
 
 
-def _warn_of_lora_left_out(unexpected: list[str]) -> None:
+def warn_of_lora_left_out(unexpected: list[str]) -> None:
     """Warns of LoRA in a state dict under names that the model lacks, once a `load_state_dict`.
 
     With strict=False, as in the release's instructions, PyTorch leaves it out without a message.

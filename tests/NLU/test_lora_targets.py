@@ -227,6 +227,14 @@ def test_the_library_s_functions_on_models_built_with_lora(build, batch, tmp_pat
     assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
+def test_lora_that_a_model_without_lora_leaves_out_is_warned_of(build, caplog):
+    file = lora.lora_state_dict(build("roberta", **LORA))
+    caplog.clear()
+    build("roberta").load_state_dict(file, strict=False)
+    (record,) = caplog.records
+    assert f"names that the model lacks ({next(iter(file))}, …)" in record.getMessage()
+
+
 def test_a_file_records_targets_and_dropout(build, tmp_path):
     model = build("roberta", **LORA, lora_targets=["key", "output"], lora_dropout=0.1)
     write_adapter(tmp_path / "x.safetensors", model.adapter())

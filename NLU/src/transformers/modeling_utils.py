@@ -21,7 +21,7 @@ from loralib.errors import CheckpointError, SettingsError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.atomic import atomic_write
 from loralib.io.tensors import write_tensors
-from loralib.lora_layer import LoRALayer, lora_layers
+from loralib.lora_layer import LoRALayer, lora_layers, warn_of_lora_left_out
 from loralib.utils import start_from_weights
 
 from .adaptation_settings import check_same_adaptation
@@ -175,6 +175,12 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         for layer in lora_layers(self).values():
             if layer.freeze_A:
                 layer.lora_A.requires_grad_(False)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module`'s; also without LoRA, warns of LoRA that strict=False leaves out."""
+        keys = super().load_state_dict(*args, **kwargs)
+        warn_of_lora_left_out(keys.unexpected_keys)
+        return keys
 
     @property
     def adapted_by(self) -> tuple[Kind, ...]:
