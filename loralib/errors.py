@@ -112,6 +112,13 @@ class ModelAsAdapterError(CheckpointError):
         super().__init__(f"{source}: is a model without LoRA, not an adapter")
 
 
+# What to do with a file that only its model can tell the settings of.
+BY_ITS_MODEL = (
+    "load it with load_state_dict into the model with its LoRA layers, then write the adapter with "
+    "save_adapter"
+)
+
+
 class FullModelError(CheckpointError):
     """A checkpoint that holds a full model where only an adapter is expected.
 
@@ -123,9 +130,7 @@ class FullModelError(CheckpointError):
     def __init__(self, source: str, found: str):
         self.source = source
         super().__init__(
-            f"{source}: holds a full model, not LoRA alone: {found}, …; load it with "
-            "load_state_dict into the model with its LoRA layers, then write the adapter with "
-            "save_adapter"
+            f"{source}: holds a full model, not LoRA alone: {found}, …; {BY_ITS_MODEL}"
         )
 
 

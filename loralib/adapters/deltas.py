@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import BY_ITS_MODEL, CheckpointError
 from ..functional import Delta, joined_with_start
 from .adapter import Adapter
 from .families import enabled_slices
@@ -79,7 +79,7 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
     ranks = {rank: module for module, rank in ranks_of(tensors, source).items()}
     if len(ranks) != 1:
         listed = ", ".join(f"{rank} ({module})" for rank, module in sorted(ranks.items()))
-        raise CheckpointError(f"{source}: has {len(ranks)} ranks: {listed}")
+        raise CheckpointError(f"{source}: has {len(ranks)} ranks: {listed}; {BY_ITS_MODEL}")
     return next(iter(ranks))
 
 
@@ -132,7 +132,7 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     if sum(enabled) != count or rows % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
-            "slices of its output they belong to: register its family (adapters.families)"
+            f"slices of its output they belong to: {BY_ITS_MODEL}"
         )
     width = rows // count
     starts = tuple(index * width for index, on in enumerate(enabled) if on)

@@ -278,7 +278,9 @@ def test_stacked_updates_in_a_peft_folder_of_an_earlier_version_become_one(reque
 
 def test_adapters_that_need_their_family_are_refused_without_it(unregistered, tmp_path):
     """Such as stacked updates, and the release's first names, which are not LoRA's usual ones."""
-    refused(lambda: deltas_of(adapter_of("gpt2")), "this adapter", "register its family")
+    refused(
+        lambda: deltas_of(adapter_of("gpt2")), "this adapter", "to: load it with load_state_dict"
+    )
     name = "deberta.encoder.layer.0.attention.self.query_lora_a.weight"
     torch.save({name: torch.ones(2, 6), **tensors_of("deberta")}, tmp_path / "old.bin")
     refused(lambda: read_adapter(tmp_path / "old.bin"), tmp_path / "old.bin", "not the name of a")

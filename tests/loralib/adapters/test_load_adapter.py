@@ -479,3 +479,24 @@ def test_the_error_says_if_the_models_experts_are_one_parameter(tmp_path):
         lora.load_adapter(model(nn.Module()), tmp_path / "a")
     with pytest.raises(CheckpointError, match=re.escape(expected)):
         lora.load_adapter(model(stacked), tmp_path / "a")
+
+
+@torch.no_grad()
+def test_a_file_that_only_its_model_explains_is_loaded_by_load_state_dict(tmp_path):
+    def build(r):
+        slices = lora.MergedLinear(4, 6, r=2, enable_lora=[True, False, True])
+        return nn.Sequential(slices, lora.Linear(6, 3, r=r)).requires_grad_(False)
+
+    for r, reason in ((2, "0 has 2 stacked blocks"), (3, "has 2 ranks: 2 (0), 3 (1)")):
+        trained = build(r)
+        for layer in trained:
+            nn.init.normal_(layer.lora_B)
+        torch.save(lora.lora_state_dict(trained), tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match=re.escape(reason)) as caught:
+            lora.load_adapter(trained, tmp_path / "a.pt", lora_alpha=1)
+        assert "load it with load_state_dict into the model with its LoRA" in str(caught.value)
+        model = build(r)
+        base = {name: t for name, t in trained.state_dict().items() if "lora_" not in name}
+        model.load_state_dict(base | torch.load(tmp_path / "a.pt"))
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        assert_same_bits(model.state_dict(), trained.state_dict())
