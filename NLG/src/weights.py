@@ -18,6 +18,7 @@ from loralib.lora_layer import lora_layers
 from loralib.text import counted, listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel
 
+_HALVES = (torch.float16, torch.bfloat16)
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
 # Buffers of other implementations: the causal mask, and the value that it masks with.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
@@ -78,8 +79,8 @@ def load_base(
         source: the file's name, for errors.
         new_lora: whether LoRA tensors that the file lacks are initialized. False if an adapter or a
             run's state is loaded next, because decomposing weights may take minutes.
-        held_in: the dtype in which frozen weights will be held if the model has LoRA. Frozen
-            tensors that have it in the file keep it, all others become float32.
+        held_in: the dtype in which frozen weights will be held if the model has LoRA. If that is a
+            half precision, frozen tensors in one keep the file's. All others become float32.
 
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape or dtype, or not finite.
@@ -88,9 +89,9 @@ def load_base(
         model = GPT2LMModel(config)
     expected = own_tensors(model)
     _check_base(expected, tensors, source)
+    will_be_half = config.lora_attn_dim > 0 and held_in in _HALVES
     for name, tensor in tensors.items():
-        is_frozen = config.lora_attn_dim > 0 and "lora_" not in name
-        is_kept = is_frozen and tensor.dtype == held_in
+        is_kept = will_be_half and "lora_" not in name and tensor.dtype in _HALVES
         _set_tensor(model, name, tensor if is_kept else tensor.float())
     for name, tensor in expected.items():
         if name not in tensors:  # a LoRA tensor, because no other can be missing

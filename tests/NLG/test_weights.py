@@ -41,15 +41,16 @@ def test_weights_of_a_float16_file_are_converted_to_float32(gpt2_fixture):
     assert torch.equal(model.transformer.wpe.weight, halves["transformer.wpe.weight"].float())
 
 
-def test_lora_of_a_file_in_half_precision_is_trained_in_float32(gpt2_fixture):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lora_of_a_file_in_half_precision_is_trained_in_float32(gpt2_fixture, dtype):
     """The base stays in half precision if `held_in` says so."""
     config = plain_config(gpt2_fixture, lora_attn_dim=2, lora_attn_alpha=6)
     weights = canonical_names(gpt2_fixture.draw_weights("plain"), "a file")
-    halves = load_base(config, weights, "a file").to(torch.bfloat16)
+    halves = load_base(config, weights, "a file").to(dtype)
     tensors = dict(halves.named_parameters())
     model = load_base(config, tensors, "a file", held_in=torch.bfloat16)
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if "lora_" in name else dtype), name
         assert torch.equal(parameter, tensors[name].to(parameter.dtype))
 
 
