@@ -82,7 +82,10 @@ def _with_own_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A view would be saved with all of its storage, and a shared one not as several tensors.
     """
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    on_cpu = {
+        name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        for name, tensor in tensors.items()
+    }
     storages = {name: tensor.untyped_storage() for name, tensor in on_cpu.items()}
     users = Counter(storage.data_ptr() for storage in storages.values())
     is_own = {

@@ -97,6 +97,16 @@ def test_only_a_views_part_of_its_storage_is_written(tmp_path, name):
     assert (tmp_path / name).stat().st_size < 4_000
 
 
+@pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
+def test_views_that_are_conjugated_or_negated_when_read_are_written_with_their_values(
+    tmp_path, name
+):
+    given = {"a": torch.tensor([1j, 2]).conj(), "b": torch._neg_view(torch.tensor([1.0, 2.0]))}
+    write_tensors(tmp_path / name, given)
+    read, _ = read_tensors(tmp_path / name)
+    assert all(torch.equal(read[key], tensor) for key, tensor in given.items())
+
+
 def test_tensors_with_storage_of_their_own_are_not_copied(tmp_path, monkeypatch):
     """A model of gigabytes, which may be mapped from its file, is written without a second one."""
     write_tensors(tmp_path / "a.bin", {"a": torch.randn(3, 4)})
