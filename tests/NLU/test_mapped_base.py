@@ -71,6 +71,18 @@ def test_matrices_that_will_be_frozen_are_not_copied(make_base, dtype, adapted):
     assert not any(lies_in_file(tensor, path) for tensor in copied.parameters())
 
 
+def test_matrices_that_lie_transposed_in_the_file_are_held_as_any_other(make_base):
+    """Weights that were converted from TensorFlow do: sums in another order would differ."""
+    path = make_base("pytorch_model.bin", torch.float32)
+    read = read_weights(path.parent).items()
+    turned = {n: t.mT.contiguous().mT if t.dim() == 2 else t.clone() for n, t in read}
+    torch.save(turned, path)
+    model = RobertaForSequenceClassification.from_pretrained(
+        path.parent, held_in=torch.bfloat16, **LORA
+    )
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+
+
 def test_a_head_in_the_file_is_copied_as_it_will_be_trained(tiny_base, tmp_path):
     base = RobertaForSequenceClassification.from_pretrained(tiny_base)
     base.bfloat16().save_pretrained(tmp_path)

@@ -101,7 +101,7 @@ class CheckpointLoadingMixin:
         with torch.no_grad():
             for name, tensor in fitting.items():
                 if name in stays and tensor.dtype in _MAPPED:
-                    stays[name].data = tensor
+                    stays[name].data = tensor.contiguous()
                 else:
                     own[name].copy_(tensor)
         self._copy_clones(matched)
