@@ -263,7 +263,17 @@ def _is_held(tensor: Tensor) -> bool:
     is_part = hasattr(tensor, "full_tensor")
     if is_part or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return not _has_repeated_values(tensor)
+
+
+def _has_repeated_values(tensor: Tensor) -> bool:
+    """Returns whether values share memory, as after `expand` or where a stride is damaged."""
+    reach = 0  # from the first value of the dimensions so far to their last
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def index_of(path: str | os.PathLike) -> Path | None:

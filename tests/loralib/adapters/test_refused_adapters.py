@@ -145,6 +145,8 @@ NOT_DENSE = {
     "compressed": lambda: torch.eye(6).to_sparse_csr(),
     "expanded": lambda: torch.ones(1).expand(2, 6),
     "expanded far": lambda: torch.ones(1).expand(2**40, 2**10),
+    "expanded, of more values": lambda: torch.ones(12)[:6].expand(2, 6),
+    "overlapping": lambda: torch.ones(12).as_strided((2, 6), (5, 1)),
     "meta": lambda: torch.empty(2, 6, device="meta"),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 6), 0.1, 0, torch.qint8),
 }
