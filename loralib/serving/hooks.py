@@ -33,11 +33,8 @@ class Key:
         self.lock, self.blocks = threading.RLock(), 0
         self.changes = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Key":
-        return Key()  # a copied model's hooks belong to no bank
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Key, ()
+    def __reduce__(self) -> tuple[type["Key"], tuple[()]]:
+        return Key, ()  # the hooks of a copied or pickled model belong to no bank
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
