@@ -158,18 +158,6 @@ def _as_saved(each: Any) -> Any:
     return each.detach()
 
 
-def backbone_fingerprint(model: nn.Module) -> str | None:
-    """Returns the fingerprint of the backbone; None if it has none or is of no registered family.
-
-    For other families see `possible_fingerprints`.
-    """
-    state = state_of(model)
-    of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
-    if not of_backbone or has_no_fingerprint(model, of_backbone):
-        return None
-    return fingerprint(state)
-
-
 def possible_fingerprints(
     model: nn.Module, adapted: Collection[str], brought: Collection[str]
 ) -> list[str]:

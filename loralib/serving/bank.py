@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
-from ..adapters.fingerprint import backbone_fingerprint
 from ..arguments import as_names, check_model, check_not_scripted
 from ..lora_layer import lora_layers
 from ..model_checks import check_whole
@@ -76,7 +75,6 @@ class AdapterBank:
         self._model = model
         self._key = Key()
         keep_unpacked(model, for_good=True)  # once packed, the model could not have another bank
-        self._fingerprint: str | None = None  # the model's, from when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = ModelSnapshot()
         self._hooks: dict[Hook | KeepInputs, RemovableHandle] = {}
@@ -135,9 +133,7 @@ class AdapterBank:
             raise ValueError(f"the bank already has an adapter '{name}' (it has {self._listed()})")
         self._seen.check(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
-            if not self._adapters:
-                self._fingerprint = backbone_fingerprint(plain)
-            prepared = prepare(plain, adapter, self._fingerprint)
+            prepared = prepare(plain, adapter)
             self._add_hooks(plain, prepared)
             with self._key.lock:
                 self._seen.note(plain, prepared)

@@ -43,7 +43,7 @@ class PreparedAdapter:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> PreparedAdapter:
+def prepare(model: nn.Module, adapter: Adapter) -> PreparedAdapter:
     """Checks an adapter against a model, and copies its tensors to its modules' devices."""
     if adapter.kind != LORA:
         raise CheckpointError(
@@ -55,8 +55,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     _check_metadata(adapter)
     tensors = _head_tensors(adapter)
     check_there(tensors_of(model, tensors), "it gets an adapter")
-    known = [base_fingerprint] if base_fingerprint else None
-    check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
+    check_possible_base(adapter, possible_fingerprints(model, modules, tensors))
     check_finite(adapter)
     last = last_projection(model)
     heads = _heads(model, tensors, last, adapter.source)
