@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..nn.routing import Routing
 from ..quantized_layers import is_quantized_linear
+from .device_deltas import ConvolutionDelta
 from .hooks import Hook, Key
 
 
@@ -61,7 +62,8 @@ def _add_deltas(
         _check_told(module, routing, x)
     if routing.positions:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
-    out = out.contiguous()
+    if not any(isinstance(delta, ConvolutionDelta) for delta in deltas):
+        out = out.contiguous()  # a convolution's keeps its memory format, such as channels_last
     if out.requires_grad and any(d and is_quantized_linear(d.module) for d in deltas):
         out = out.clone()  # a package's own autograd function may forbid changes in place
     # An embedding's input has no features, and may be a single row number.

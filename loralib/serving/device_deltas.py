@@ -37,7 +37,7 @@ class DeviceDelta:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Turns `out`, the module's output for x, into the adapted one, in place.
 
-        `out` has to be contiguous.
+        `out` has to be contiguous, unless the module is a convolution.
         """
         raise NotImplementedError
 

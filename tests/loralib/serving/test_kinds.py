@@ -198,6 +198,24 @@ def test_a_convolution_that_computes_with_another_weight_is_refused(tmp_path):
         bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
 
 
+def test_outputs_in_channels_last_stay_so():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 4, 3)).to(memory_format=torch.channels_last)
+    model = copy.deepcopy(plain)
+    lora.add_lora(model, "0", r=2)
+    nn.init.normal_(model[0].lora_B)
+    x = torch.rand(3, 2, 5, 6).to(memory_format=torch.channels_last)
+    strides, expected = plain(x).stride(), model(x)
+    bank = lora.AdapterBank(plain)
+    for name in "ab":
+        bank.add(name, adapter_of(model))
+    for names in ("a", ["a", "b", "a"]):
+        with bank.use(names):
+            out = plain(x)
+        assert out.stride() == strides
+        torch.testing.assert_close(out, expected)
+
+
 def test_a_mixed_batch_of_one_token_id_per_row():
     """The input of an embedding, without a second dimension."""
     torch.manual_seed(0)
