@@ -20,11 +20,25 @@ def set_up_streams() -> None:
     escaped, as on standard error, instead of raising an error. Errors of standard output name it,
     see `_Output`.
     """
+    _open_closed_descriptors()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     _set_up_output()
+
+
+def _open_closed_descriptors() -> None:
+    """Opens the null device as each of the descriptors 0 to 2 that is closed.
+
+    The next files and connections would get them, and what libraries in C print would be written
+    into those.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, as of `os.dup`
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.dup(descriptor)
+    os.close(descriptor)
 
 
 class _Output(io.FileIO):

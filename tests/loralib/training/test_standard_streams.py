@@ -51,6 +51,21 @@ def test_a_script_without_standard_error_runs_and_prints_its_output(begins):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="closes streams as a shell does")
+@pytest.mark.parametrize("closes", ["<&- >&- 2>&-", ">&-", "<&- 2>&-"])
+def test_what_c_code_prints_into_closed_streams_is_in_no_file(closes, tmp_path):
+    """The system gives the lowest descriptors that are free to the files opened next."""
+    code = "import os\nfrom loralib.training.process import begin\nbegin()\n"
+    code += "with open('first', 'wb'), open('second', 'wb'), open('third', 'wb'):\n"
+    code += " os.write(1, b'printed'); os.write(2, b'warned')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shell = ["sh", "-c", f'"$0" -c "$1" {closes}', sys.executable, code]
+    done = subprocess.run(shell, cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+    assert [(tmp_path / name).read_bytes() for name in ("first", "second", "third")] == [b""] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("printed", "last"),
