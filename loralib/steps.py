@@ -28,6 +28,7 @@ _NAME = "_name_when_adapted"
 _IDLE_STEPS = "_idle_steps_beside_lora"
 _TRAINING_STEPS = "_steps_with_gradients_beside_lora"
 _LOST_STEPS = "_steps_without_any_gradient"
+_WARNED_OF_WEIGHTS = "_is_warned_of_weights_beneath_lora"
 
 # At which of its steps an optimizer without LoRA, or one whose LoRA gets no gradients, causes a
 # warning. Not at the first: the loop may have another optimizer, with LoRA, that steps less often,
@@ -118,7 +119,9 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
         own = vars(parameter)
         if is_along or _BENEATH in own:
             own[_STEPPED] = parameter._version
-    if not is_along:
+    if is_along:
+        _warn_of_weights(optimizer, [p for p in stepped if _BENEATH in vars(p)])
+    else:
         _warn_of_idle(optimizer)
     if stepped:
         _warn_of_no_gradients(optimizer)
@@ -132,6 +135,20 @@ def _is_still(group: Mapping[str, Any]) -> bool:
     if isinstance(rate, Tensor) and not rate.is_cpu:  # reading it would wait for the device
         return False
     return bool(rate == 0)
+
+
+def _warn_of_weights(optimizer: Optimizer, weights: list[Tensor]) -> None:
+    """Warns once of an optimizer that trains weights as well as their LoRA."""
+    names = [_name(_layers[id(weight)]) for weight in weights if _updates_above(weight)]
+    if not names or _WARNED_OF_WEIGHTS in vars(optimizer):
+        return
+    vars(optimizer)[_WARNED_OF_WEIGHTS] = True
+    logger.warning(
+        "besides LoRA, %s trains the weights that it updates (%s), which no adapter can hold: if "
+        "that is unintended, start again from the base, with mark_only_lora_as_trainable first",
+        type(optimizer).__name__,
+        in_short(dict.fromkeys(names), at_most=4),
+    )
 
 
 def _warn_of_idle(optimizer: Optimizer) -> None:

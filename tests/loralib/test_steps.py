@@ -113,6 +113,21 @@ def test_an_optimizer_with_lora_is_not_warned_of(caplog):
     assert not caplog.records
 
 
+def test_an_optimizer_of_weights_as_well_as_their_lora_is_warned_of_once(caplog):
+    model = HEAD.adapted().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps(model, optimizer)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "besides LoRA, AdamW trains the weights that it updates (layers.0.out, layers.1.out), which"
+    )
+    caplog.clear()
+    lora.mark_only_lora_as_trainable(model)  # what the warning suggests
+    model.score.requires_grad_(True)
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    assert not caplog.records
+
+
 def test_an_optimizer_of_weights_that_are_not_frozen_is_not_warned_of(caplog):
     model = HEAD.adapted().requires_grad_(True)
     base, _ = base_and_updates(model)
