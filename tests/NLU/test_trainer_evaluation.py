@@ -49,13 +49,14 @@ def test_numpy_values_in_metrics_become_python_numbers(make_trainer):
     assert json.dumps([metrics["eval_half"], metrics["eval_rows"]]) == "[0.5, 3]"
 
 
+@pytest.mark.parametrize("of_none", [0.0, math.nan], ids=["zero", "nan, as PyTorch's loss"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_batches_without_targets_do_not_count_in_the_loss(tmp_path, size):
+def test_batches_without_targets_do_not_count_in_the_loss(tmp_path, size, of_none):
     rows = [{"input_ids": [1, 2], "labels": [-100, 3 if n % 4 == 3 else -100]} for n in range(8)]
     for data, expected in ((rows, 3.0), (rows[:3], math.nan)):
         settings = {"per_device_eval_batch_size": size, "report_to": ["none"]}
         args = TrainingArguments(str(tmp_path), disable_tqdm=True, **settings)
-        loss = Trainer(MeanOfTargets(), args).evaluate(data)["eval_loss"]
+        loss = Trainer(MeanOfTargets(of_none), args).evaluate(data)["eval_loss"]
         assert loss == pytest.approx(expected, nan_ok=True)
 
 

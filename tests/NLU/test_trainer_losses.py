@@ -31,7 +31,9 @@ class OnTheDevice(InOrder):
         return [{name: x.to(self.args.device) for name, x in batch.items()} for batch in batches]
 
 
-def make_trainer(folder: Path, rows, kind=InOrder, callbacks=None, **settings) -> Trainer:
+def make_trainer(
+    folder: Path, rows, kind=InOrder, callbacks=None, of_none=0.0, **settings
+) -> Trainer:
     defaults = {
         "num_train_epochs": 1,
         "logging_steps": 2,
@@ -40,7 +42,8 @@ def make_trainer(folder: Path, rows, kind=InOrder, callbacks=None, **settings) -
         "disable_tqdm": True,
     }
     args = TrainingArguments(str(folder), **{**defaults, **settings})
-    return kind(MeanOfTargets(), args, train_dataset=make_targets(*rows), callbacks=callbacks)
+    model = MeanOfTargets(of_none)
+    return kind(model, args, train_dataset=make_targets(*rows), callbacks=callbacks)
 
 
 def losses_of(trainer: Trainer) -> list[float]:
@@ -49,6 +52,7 @@ def losses_of(trainer: Trainer) -> list[float]:
     return [record[name] for record in history for name in ("loss", "train_loss") if name in record]
 
 
+@pytest.mark.parametrize("of_none", [0.0, math.nan], ids=["zero", "nan, as PyTorch's loss"])
 @pytest.mark.parametrize(
     ("rows", "accumulation", "expected"),
     [
@@ -63,10 +67,11 @@ def losses_of(trainer: Trainer) -> list[float]:
     ],
 )
 def test_batches_without_targets_do_not_count_in_the_loss(
-    tmp_path, caplog, rows, accumulation, expected
+    tmp_path, caplog, rows, accumulation, expected, of_none
 ):
     settings = {"logging_strategy": "epoch", "num_train_epochs": 2} if len(rows) == 3 else {}
-    trainer = make_trainer(tmp_path, rows, gradient_accumulation_steps=accumulation, **settings)
+    settings |= {"gradient_accumulation_steps": accumulation, "of_none": of_none}
+    trainer = make_trainer(tmp_path, rows, **settings)
     result = trainer.train()
     assert losses_of(trainer) == pytest.approx(expected, nan_ok=True)
     assert result.training_loss == pytest.approx(expected[-1], nan_ok=True)

@@ -27,17 +27,18 @@ class Line(nn.Module):
 
 
 class MeanOfTargets(nn.Module):
-    """Its loss is the mean of the targets' numbers; of none, 0. It learns nothing."""
+    """Its loss is the mean of the targets' numbers; of none, `of_none`. It learns nothing."""
 
-    def __init__(self):
+    def __init__(self, of_none: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
+        self.of_none = of_none
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """(rows, tokens) -> the loss."""
         counted = labels != -100
-        total = torch.where(counted, labels, 0).sum()
-        return {"loss": total / counted.sum().clamp(min=1) + 0 * self.weight}
+        mean = torch.where(counted, labels, 0).sum() / counted.sum().clamp(min=1)
+        return {"loss": torch.where(counted.any(), mean, self.of_none) + 0 * self.weight}
 
 
 def make_targets(*rows: int | None) -> list[dict[str, list[int]]]:

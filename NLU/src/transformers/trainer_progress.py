@@ -18,7 +18,7 @@ class Progress:
         has_ended: False within an epoch; True once the work due at its end has begun.
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read, without those of batches
-            that have no target (their loss of 0 has no meaning).
+            that have no target (their loss, 0 or of PyTorch's functions nan, has no meaning).
         weight_since_log, weight_total: the sums of these losses' weights; an update has weight 1.
         empty_since_log, empty_total: the number of batches without a target; not whole if it is the
             mean of several processes, see `trainer_checkpoint.py`.
@@ -58,13 +58,14 @@ class Progress:
         """Reads the pending losses into the sums; waits for the last one to be computed."""
         parts, self._parts = self._parts, []
         for (step, loss), (weight, has_target) in zip(self.pending.read(), parts, strict=True):
+            if not has_target:
+                # In the last step of an epoch, a process without examples gets some with weight 0.
+                is_own = weight > 0
+                self.empty_since_log += is_own
+                self.empty_total += is_own
+                continue
             if not math.isfinite(loss) and self.first_bad_step < 0:
                 self.first_bad_step = step
-            # In the last step of an epoch, a process without examples gets some with weight 0.
-            if weight and not has_target:
-                self.empty_since_log += 1
-                self.empty_total += 1
-                continue
             self.loss_since_log += loss
             self.loss_total += loss
             self.weight_since_log += weight

@@ -92,7 +92,8 @@ class Evaluation:
     def _mean_loss(self, indices: Sequence[int], limit: int) -> float | None:
         """Returns the mean over the examples with an index below `limit` in batches with targets.
 
-        If all labels of a batch are ignored, its loss of 0 has no meaning and does not count.
+        If all labels of a batch are ignored, its loss (0, or of PyTorch's functions nan) has no
+        meaning and does not count.
         Returns nan if no batch has targets, and None if no batch has a loss.
         """
         counts, losses, done = [], [], 0
@@ -104,7 +105,8 @@ class Evaluation:
                 losses.append(loss.double())
             done += rows
         values = torch.stack(losses).tolist() if losses else []
-        own = math.fsum(count * value for count, value in zip(counts, values, strict=True))
+        pairs = zip(counts, values, strict=True)
+        own = math.fsum(count * value for count, value in pairs if count)
         sums = [own, sum(counts), len(losses)]
         sums = torch.tensor(sums, dtype=torch.float64, device=self._device)
         total, count, had_loss = sum_over_processes(sums, self._world_size).tolist()
