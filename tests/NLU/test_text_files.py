@@ -595,6 +595,13 @@ def test_scores_with_missing_or_malformed_numbers_are_errors(tmp_path, labels, m
         read(path, path.read_text())
 
 
+def test_labels_are_read_after_an_empty_line(tmp_path):
+    content = "\ntext,label\na,7\n\nb,8\n"
+    assert [row["label"] for row in read(tmp_path / "rows.csv", content)[1]] == [7, 8]
+    with pytest.raises(ValueError, match="row 2: its label is 08, which would be read as 8"):
+        read(tmp_path / "rows.csv", content.replace("8", "08"))
+
+
 def test_labels_of_long_texts_are_numbers(tmp_path):
     rows = read(tmp_path / "rows.csv", f"text,label\n{'a ' * 80_000},0\nno,1\n")[1]
     assert [row["label"] for row in rows] == [0, 1]

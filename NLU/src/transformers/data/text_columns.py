@@ -448,7 +448,9 @@ def _refuse_kinds(values: Sequence[Any], path: str, name: str) -> None:
 def _check_numerals(path: str, name: str) -> None:
     """Checks that no label in a CSV file is a number in an unusual form, as 007 is."""
     with open_csv(path) as file:
-        texts = [(row[name] or "").strip() for row in csv.DictReader(file)]
+        names, *rows = filter(None, csv.reader(file))  # pandas skips empty lines
+    place = names.index(name)
+    texts = ["".join(row[place : place + 1]).strip() for row in rows]
     for row, text in enumerate(texts, start=1):
         if re.fullmatch(r"[+-]?\d+", text) and text != str(int(text)):
             raise ValueError(
