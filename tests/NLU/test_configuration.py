@@ -105,7 +105,8 @@ def test_arguments_replace_a_dicts_settings():
     )
     assert (config.own, config.num_hidden_layers, unused) == (2, 1, {"other": 3})
     assert RobertaConfig.from_dict(values, num_labels=5).id2label[4] == "LABEL_4"
-    assert RobertaConfig.from_dict(values).label2id == {"a": 0, "b": 1, "c": 2}
+    for not_given in ({}, {"num_labels": None}):
+        assert RobertaConfig.from_dict(values, **not_given).label2id == {"a": 0, "b": 1, "c": 2}
     with fails(TypeError, "RobertaConfig has no setting other"):
         RobertaConfig.from_dict(values, other=3)
 

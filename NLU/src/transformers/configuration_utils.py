@@ -463,8 +463,8 @@ class PretrainedConfig:
         _check_not_idle(values, overrides)
         if values.get("apply_lora") is None:
             values["apply_lora"] = False  # even if the file has a rank, which had no effect
-        old_labels = len(values.get("id2label") or ())
-        if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
+        count, asked_for = len(values.get("id2label") or ()), overrides.get("num_labels")
+        if "id2label" in overrides or asked_for not in (None, count):
             values.pop("id2label", None)
             values.pop("label2id", None)
         config = cls(**{**values, **overrides})
