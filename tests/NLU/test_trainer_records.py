@@ -17,7 +17,7 @@ from trainer_runs import make_data, sequence, without_runtimes
 from loralib.errors import DiskFullError
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import (
     CurvesCallback,
     TensorBoardCallback,
@@ -243,6 +243,22 @@ def test_the_best_evaluation_is_in_the_last_table(make_trainer, caplog, scores, 
     trainer.train()
     trainer.log_end()
     assert logged(caplog, "finished")["best"] == best
+
+
+def test_the_best_evaluation_may_be_before_the_first_step(make_trainer, caplog):
+    class Before(TrainerCallback):
+        def on_train_begin(self, args, state, control, **given):
+            trainer.evaluate()
+
+    trainer = make_trainer(
+        compute_metrics=sequence(5, 1),
+        callbacks=[Before()],
+        **{"metric_for_best_model": "score", "log_level": "info", "num_train_epochs": 1},
+    )
+    trainer.train()
+    trainer.log_end()
+    best = logged(caplog, "finished")["best"]
+    assert best == "step 0, epoch 0: score 5 (by score); the model is from step 5"
 
 
 def logged(caplog, heading: str) -> dict[str, str]:

@@ -154,7 +154,8 @@ class TrainerRecords:
         listed = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
         last, is_kept = self.state.global_step, self.args.load_best_model_at_end
         kept = "" if is_kept or best["step"] == last else f"; the model is from step {last:,}"
-        when = f"step {best['step']:,}, epoch {best['epoch']:g}"
+        epoch = best.get("epoch", 0)  # missing before the first step
+        when = f"step {best['step']:,}, epoch {epoch:g}"
         return [("best", f"{when}: {listed} (by {own}){kept}")]
 
     def _mean_loss(self, total: float, steps: int, weight: float, empty: float) -> float:
