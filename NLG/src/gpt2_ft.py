@@ -594,7 +594,7 @@ def show_beginning(run: Run, step: int) -> None:
         ("training set", counted(run.train_data.num_examples, "example")),
         ("evaluated on", counted(run.valid_data.num_examples, "example")),
         ("steps", f"{steps_in_words(run.last_step, batch)}{accumulated}"),
-        ("learning rate", f"{args.lr:g}"),
+        ("learning rate", args.i_lrs if args.scheduler == "cycle" else f"{args.lr:g}"),
         ("output", os.path.abspath(args.work_dir)),
     ]
     if args.cuda_graphs:
