@@ -101,10 +101,10 @@ class FT_Dataset(Dataset):
             raise ValueError(
                 f"{path}: no example has a token to learn within {max_seq_length} positions"
             )
-        cut = (np.diff(ends) > max_seq_length).sum()
+        cut = (np.diff(ends) - 1 > max_seq_length).sum()  # the last token is only a target
         if cut and launcher_env.rank() == 0:
             logger.warning(
-                "%s: %d of %d examples are longer than %d tokens and were cut; %d of them lost "
+                "%s: %d of %d examples take more than %d positions and were cut; %d of them lost "
                 "the whole completion",
                 path,
                 cut,

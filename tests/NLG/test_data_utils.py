@@ -211,21 +211,22 @@ def test_sizes_have_to_be_positive(write, batch_size, seq_len):
 
 def test_examples_that_are_cut_are_counted(write, caplog, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    path = write(([1, 2], [3, 4]), ([1, 2], [3, 4, 5]), ([1] * 4, [6]), ([1] * 5, [6]), ([1], [2]))
+    examples = [([1, 2], [3] * length) for length in (2, 3, 4)]
+    path = write(*examples, ([1] * 4, [6]), ([1] * 5, [6]))
     with caplog.at_level(logging.WARNING):
         dataset = FT_Dataset(path, 5, 4)
     (record,) = caplog.records
-    assert "3 of 5 examples are longer than 4 tokens" in record.getMessage()
+    assert "2 of 5 examples take more than 4 positions" in record.getMessage()
     assert "1 of them lost the whole completion" in record.getMessage()
-    assert collate(list(dataset))["mask"].sum(1).tolist() == [2, 3, 1, 0, 1]
+    assert collate(list(dataset))["mask"].sum(1).tolist() == [2, 3, 3, 1, 0]
 
 
 def test_only_the_main_process_warns_and_only_of_cut_examples(write, caplog, monkeypatch):
     path = write(([1, 2], [3, 4]))
     with caplog.at_level(logging.WARNING):
-        FT_Dataset(path, 1, 4)
-        monkeypatch.setenv("RANK", "1")
         FT_Dataset(path, 1, 3)
+        monkeypatch.setenv("RANK", "1")
+        FT_Dataset(path, 1, 2)
     assert caplog.records == []
 
 
