@@ -446,6 +446,18 @@ def test_predictions_need_a_row_for_each_example(make):
         trainer.predict(make_rows(9))
 
 
+@pytest.mark.parametrize("squeeze", [torch.squeeze, lambda logits: logits.squeeze(0)])
+def test_a_batch_of_one_example_needs_the_same_dimensions(make, monkeypatch, squeeze):
+    """In the first case, the last batch has no predictions at all."""
+
+    def forward(self, x, labels=None):
+        return {"loss": torch.zeros(()), "logits": squeeze(x[:, :1, None])}
+
+    monkeypatch.setattr(Net, "forward", forward)
+    with pytest.raises(TrainingError, match=r"of one example: name .* as in squeeze\(-1\)$"):
+        make(Net()).predict(make_rows(9))
+
+
 # ---- precision and reporting ----
 
 

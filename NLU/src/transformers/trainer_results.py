@@ -125,11 +125,24 @@ class Collector:
 
     def __init__(self, steps: int | None = None):
         self.steps = steps
+        self._dimensions: list[int] | None = None  # of each tensor
         self._on_device: list[tuple[Tensor, ...]] = []
         self._on_cpu: list[tuple[Tensor, ...]] = []
 
     def add(self, batch: tuple[Tensor, ...]) -> None:
-        """Adds a batch's tensors, (rows, …) each. All batches must have the same number of them."""
+        """Adds a batch's tensors, (rows, …) each.
+
+        Raises:
+            TrainingError: the batches before had another number of them, or of dimensions.
+        """
+        dimensions = [part.dim() for part in batch]
+        if self._dimensions not in (None, dimensions):
+            raise TrainingError(
+                "predictions or labels have other dimensions in this batch than in those before, "
+                "as after a squeeze() of a batch of one example: name the dimension to drop, as in "
+                "squeeze(-1)"
+            )
+        self._dimensions = dimensions
         self._on_device.append(batch)
         if self.steps is not None and len(self._on_device) >= self.steps:
             self._move()
