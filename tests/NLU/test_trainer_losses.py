@@ -143,7 +143,8 @@ def test_states_of_processes_are_averaged_for_another_number_of_processes():
     for loss, has_target in ((4.0, True), (2.0, True), (0.0, False)):
         progress = Progress()
         progress.add(torch.tensor(loss), 1.0, has_target)
-        pending = {"a": torch.tensor(3 * loss)}
+        used = ("a", "b") if loss == 2 else ("a",)
+        pending = {name: torch.tensor(3 * loss) for name in used}
         states.append({"progress": progress.state_dict(), "pending_gradients": pending})
     found = _mean_state(states)
     joined = found["progress"]
@@ -151,7 +152,7 @@ def test_states_of_processes_are_averaged_for_another_number_of_processes():
     assert joined["loss_since_log"] == joined["loss_total"] == 2.0
     assert joined["empty_total"] > 0
     check_structure(joined, Progress().state_dict())  # as when the run resumes once more
-    assert found["pending_gradients"] == {"a": 6.0}
+    assert found["pending_gradients"] == {"a": 6.0, "b": 2.0}
 
 
 class Waits(TrainerCallback):

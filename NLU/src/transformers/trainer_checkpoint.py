@@ -462,12 +462,13 @@ def _listed(layout: dict[str, int], names: Iterable[str]) -> str:
 
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the mean of the processes' states, for resuming with another number of processes."""
-    progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
+    progress = dict(states[0]["progress"])
     for counted in ("loss", "weight", "empty"):
         for name in (f"{counted}_since_log", f"{counted}_total"):
             progress[name] = sum(state["progress"][name] for state in states) / len(states)
-    for name in pending:
-        pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
+    # A process has none for a parameter that its own batches did not use.
+    each = [state["pending_gradients"] for state in states]
+    pending = {n: sum(own.get(n, 0) for own in each) / len(each) for n in set().union(*each)}
     shared = {name: value for name, value in states[0].items() if name != "rng"}
     return {**shared, "progress": progress, "pending_gradients": pending}
 
