@@ -143,3 +143,9 @@ def test_metrics_of_own_scores():
     assert found["spearmanr"] == pytest.approx(correlation(ranks(GUESSES), ranks(SCORES)))
     with pytest.raises(ValueError, match="1 of 6 predictions are not finite"):
         regression_metrics(np.where(GUESSES == 2.5, np.nan, GUESSES), SCORES)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float16])
+def test_scores_of_a_narrow_dtype_do_not_overflow(kind):
+    low, high = np.array([0, 100], kind), np.array([255, 155], kind)
+    assert regression_metrics(low, high)["mse"] == (255**2 + 55**2) / 2

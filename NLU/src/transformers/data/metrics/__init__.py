@@ -89,7 +89,8 @@ def regression_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
     """
     preds, labels = _checked("regression", preds, labels)
     both = pearson_and_spearman(preds, labels)
-    mse = float(np.mean((preds - labels) ** 2))
+    # In the dtype of both, small integers and half precision would overflow.
+    mse = float(np.mean(np.subtract(preds, labels, dtype=np.float64) ** 2))
     return {"mse": mse, "pearson": both["pearson"], "spearmanr": both["spearmanr"]}
 
 
