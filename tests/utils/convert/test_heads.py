@@ -197,6 +197,21 @@ def test_an_unidentified_head_that_contradicts_the_base_is_refused(failure, tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "architecture"),
+    [({}, "RobertaForMaskedLM"), ({"task_type": "TOKEN_CLS"}, "RobertaForMultipleChoice")],
+    ids=["a language model", "a recorded head"],
+)
+def test_a_head_that_does_not_contradict_the_base(convert, tmp_path, said, architecture):
+    base, *_ = classifier(tmp_path, "roberta", **said)
+    config = base / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"architectures": [architecture]})
+    )
+    printed = convert(tmp_path / "in", tmp_path / "a.safetensors", "--base", base)
+    assert printed["head"] == "token_classification"
+
+
 def test_an_update_of_gpt2s_embedding_unties_its_head(convert, tmp_path):
     """PEFT adapts only the embedding; the head keeps the embedding's old values."""
     base = make_base(tmp_path / "base", "gpt2")
