@@ -122,7 +122,7 @@ def _copied(inputs: Any) -> Any:
         return inputs.clone()
     if type(inputs) in (list, tuple):
         return type(inputs)(map(_copied, inputs))
-    if type(inputs) is dict:
+    if type(inputs) is dict:  # Dynamo warns that it cannot trace copy.copy
         return {name: _copied(each) for name, each in inputs.items()}
     if isinstance(inputs, MutableMapping):
         copied = copy.copy(inputs)  # of its class, which may not be a dict's

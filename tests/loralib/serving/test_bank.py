@@ -63,6 +63,7 @@ def test_a_batch_with_one_adapter_equals_that_of_a_model_of_its_own(bank, model,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo does not know")
 @torch.no_grad()
 def test_a_model_that_was_compiled_before_takes_adapters(bank, model):
     """A graph that was compiled without an adapter in use is not reused."""
