@@ -51,7 +51,7 @@ from loralib.adapters.formats import (
     read_adapter,
     write_adapter,
 )
-from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
+from loralib.adapters.peft import CONFIG_NAME
 from loralib.adapters.validation import check_lora
 from loralib.errors import (
     AdapterAsModelError,
@@ -67,7 +67,7 @@ from loralib.io.command_line import ArgumentParser
 from loralib.io.console import painted, table
 from loralib.training import process
 from split_lora import extract
-from transformers.weight_files import WEIGHTS_NAMES as FULL_NAMES
+from transformers.weight_files import WEIGHTS_NAMES
 
 # The flag or advice that resolves each of the library's errors.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
@@ -82,8 +82,8 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
 _FOLDERS = ("peft", "merged")
 # The parts of an adapter's description that still hold after merging.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
-# The names of an adapter's files in a folder, in any format.
-_ADAPTER_FILES = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
+# The files by which an adapter in a folder is recognized, in any format.
+_ADAPTER_FILES = (*LORA.files, CONFIG_NAME)
 
 
 def read_source(source: str, lora_alpha: float | None) -> Adapter:
@@ -103,7 +103,7 @@ def read_source(source: str, lora_alpha: float | None) -> Adapter:
 def _is_full_folder(path: Path) -> bool:
     """Returns whether a folder holds the weights of a full model, and no adapter."""
     has_adapter = any((path / name).exists() for name in _ADAPTER_FILES)
-    return not has_adapter and any((path / name).is_file() for name in FULL_NAMES)
+    return not has_adapter and any((path / name).is_file() for name in WEIGHTS_NAMES)
 
 
 def format_named(path: Path) -> str:
