@@ -292,7 +292,7 @@ WRONG_BASES = {
     "roberta for gpt2": ("gpt2", "roberta", {}, ["its model_type is roberta, not gpt2"]),
     "another roberta": ("roberta", "roberta", {"number": 3}, ["another base", "fingerprint"]),
     "another deberta": ("deberta", "deberta", {"number": 3}, ["another base", "fingerprint"]),
-    "another gpt2": ("gpt2", "gpt2", {"number": 3}, ["another base", "fingerprint"]),
+    "another gpt2": ("gpt2", "gpt2", {"number": 3}, ["another base", "fingerprint", "--base"]),
     "another head": (
         *("roberta", "roberta", {"head": "classifier", "num_labels": 2}),
         ["(2,)", "(3,)", "number of labels"],
