@@ -143,9 +143,9 @@ def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter:
     said, own = adapter.metadata and adapter.metadata.head, adapter.head
     if said or own is None:
         return
+    logits = family.heads[own].logits
     for theirs in map(head_of_class, settings.get("architectures") or ()):
-        head = family.heads.get(theirs or own)
-        if theirs not in (None, own) and head and head.logits == family.heads[own].logits:
+        if theirs != own and theirs in family.heads and family.heads[theirs].logits == logits:
             raise CheckpointError(
                 f"{adapter.source}: does not record what its head is for: its tensors are named as "
                 f"for {own}, but {name} is a model for {theirs}; give a base without a head, or "
