@@ -167,9 +167,10 @@ def foreign_adapter(folder: Path, modules: dict[str, tuple[int, int]]) -> dict[s
 
 
 @pytest.mark.parametrize("modules", FOREIGN)
-def test_foreign_adapters_merge(convert, trained, tmp_path, modules):
+@pytest.mark.parametrize("file", ["", "adapter_config.json"])
+def test_foreign_adapters_merge(convert, trained, tmp_path, modules, file):
     sums, base = foreign_adapter(tmp_path / "in", FOREIGN[modules]), trained["gpt2"].base
-    convert(tmp_path / "in", tmp_path / "out", "--to", "merged", "--base", base)
+    convert(tmp_path / "in" / file, tmp_path / "out", "--to", "merged", "--base", base)
     merged = read_tensors(tmp_path / "out" / "model.safetensors")[0]
     for name, tensor in read_tensors(base / "model.safetensors")[0].items():
         name = f"transformer.{name}"
