@@ -187,8 +187,8 @@ def with_base(adapter: Adapter, base: Base) -> Adapter:
 
 
 def names_another(adapter: Adapter, base: Base) -> bool:
-    """Returns whether an adapter records a base of another name."""
-    said = adapter.metadata.base if adapter.metadata else None
+    """Returns whether an adapter with metadata records a base of another name."""
+    said = adapter.metadata.base
     return said is not None and Path(said) != Path(base.name)
 
 
