@@ -18,6 +18,7 @@ _AT_MOST = 4  # suggested flags for an unknown one
 _LARGEST = 2**62  # largest valid integer: PyTorch's end at 2**63, and one near that is a typo
 # A negative number as `float` reads it, including scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
+_HOMELESS = "~: the user's home folder is unknown: set HOME, or give the whole path"
 _EMPTY = "the value is empty (an unset shell variable?): give one, or leave it out"
 
 
@@ -75,8 +76,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """Converts a flag's string to its value. argparse has no public method for this.
 
         A leading ~ is expanded: shells leave it as it is in ``--output_dir=~/run``, and so do files
-        of settings. An empty value is refused: it would be taken for a flag that is not given, or
-        for the current folder.
+        of settings. It is refused if the home folder is unknown, as without HOME in a container. An
+        empty value is refused: it would be taken for a flag that is not given, or for the current
+        folder.
         """
         if not (arg_string or self._takes_empty or action.default == ""):
             raise argparse.ArgumentError(action, _EMPTY)
@@ -84,6 +86,8 @@ class ArgumentParser(argparse.ArgumentParser):
             self.given.add(action.dest)
         if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
             arg_string = os.path.expanduser(arg_string)
+            if arg_string.startswith("~"):  # a folder of this name is dangerous to remove
+                raise argparse.ArgumentError(action, _HOMELESS)
         return super()._get_value(action, arg_string)
 
     def parse_args(  # type: ignore[override]

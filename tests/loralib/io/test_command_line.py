@@ -116,6 +116,17 @@ def test_a_leading_tilde_is_the_home_folder(parser, monkeypatch):
     assert args.out == Path("home/y")
 
 
+def test_a_home_folder_that_is_unknown_is_no_folder_named_by_a_tilde(capsys, monkeypatch):
+    """As without HOME for a user without an entry in the password file."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    parser = ArgumentParser()
+    parser.add_argument("--out")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", "~/y"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "argument --out: ~: the user's home folder is unknown: set HOME" in line
+
+
 @pytest.mark.parametrize("flags", [["--lora_path", ""], ["--lora_path="], ["--ranks", "1", ""]])
 def test_an_empty_value_is_refused(parser, capsys, flags):
     """Such as in ``--lora_path "$LORA"`` if LORA is not set."""
