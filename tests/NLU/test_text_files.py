@@ -1,6 +1,7 @@
 """The user's own files: unusual ones are read, and errors and likely mistakes are reported."""
 
 import csv
+import errno
 import json
 import os
 import tracemalloc
@@ -9,6 +10,7 @@ import datasets
 import pytest
 from glue_runs import write
 
+from loralib.errors import DiskFullError
 from transformers.data import text_files
 from transformers.data.json_rows import find_fault
 from transformers.data.text_columns import Columns, check_not_empty, choose_columns, take_columns
@@ -704,6 +706,19 @@ def test_columns_are_not_read_row_by_row(tmp_path, monkeypatch, suffix):
     taken = take_columns(data, str(path), choose_columns(data, str(path)))
     numbered = number_labels(taken, ("1", "0"), str(path))
     assert numbered["label"][:] == [1, 0]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+def test_a_full_disk_of_the_cache_is_no_fault_of_the_file(tmp_path, monkeypatch, suffix):
+    def finalize(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "finalize", finalize)
+    path = write(tmp_path / f"rows.{suffix}", [{"text": "a", "label": n} for n in (0, 1)])
+    cache = tmp_path / "cache"
+    with pytest.raises(DiskFullError) as error:
+        read_table(str(path), cache_dir=str(cache))
+    assert str(error.value).startswith(f"{cache / suffix}: the disk is full: ")
 
 
 def test_json_that_is_nested_too_deep_is_an_error(tmp_path, monkeypatch):

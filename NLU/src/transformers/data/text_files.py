@@ -6,6 +6,7 @@ columns of texts and labels; text_labels.py converts the labels.
 
 from __future__ import annotations
 
+import errno
 import glob
 import mmap
 import os
@@ -16,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loralib.errors import DiskFullError
+from loralib.io.atomic import DISK_FULL
 from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
 from loralib.text import first_line
@@ -207,16 +210,29 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
         kind: the reader's name.
         path: the file.
         options: the reader's own options, and ``cache_dir``.
+
+    Raises:
+        DiskFullError: the cache's disk is full.
     """
-    from datasets import load_dataset
+    from datasets import config, load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     # All settings of a reader are in the cache's key; this one changes nothing else.
     content = file_digest(path)
     # The library takes "[1]" in the names of the file and of all folders around it for a pattern,
     # which means another file.
     name = glob.escape(os.path.abspath(path))
-    with unreported():
-        return load_dataset(kind, data_files=name, split="train", description=content, **options)
+    try:
+        with unreported():
+            return load_dataset(
+                kind, data_files=name, split="train", description=content, **options
+            )
+    except DatasetGenerationError as error:
+        code = getattr(error.__cause__, "errno", None)
+        if code not in DISK_FULL:
+            raise
+        cache = Path(options.get("cache_dir") or config.HF_DATASETS_CACHE, kind)
+        raise DiskFullError(cache, 0, code == errno.EDQUOT) from error
 
 
 @contextmanager
