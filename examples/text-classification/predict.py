@@ -30,7 +30,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,9 @@ TRUNCATED = "truncated"
 ANSWERS = ("label", "probabilities", "score", "tags", TRUNCATED)
 # The key of a line that each kind of head reads.
 INPUTS = {"sequence_classification": "text", "token_classification": "tokens"}
+# How many texts are tokenized at once: beside a row's ids, a tokenizer returns several times as
+# much, such as the place of each token in its text.
+AT_ONCE = 1000
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -302,7 +305,7 @@ def _encoded(line: Any) -> bytes:
     return json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: str, lines: Iterable[Mapping[str, Any]]) -> None:
     """Writes JSON lines, to a file (atomically) or to stdout if `path` is ``-``."""
     content = b"".join(map(_encoded, lines))
     if path == STANDARD_STREAM:
@@ -470,19 +473,18 @@ def tokenize(
     """Tokenizes lines; returns the model's inputs for each, and whether its text was truncated."""
     rows: list[dict[str, list[int]]] = [{} for _ in lines]
     was_cut = [False] * len(lines)
-    for is_pair in (False, True):
-        chosen = [index for index, line in enumerate(lines) if ("text_pair" in line) is is_pair]
-        if not chosen:
-            continue
-        keys = ("text", "text_pair") if is_pair else ("text",)
-        texts = [[lines[index][key] for index in chosen] for key in keys]
-        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
-        for name, values in encoded.items():
-            for index, value in zip(chosen, values, strict=True):
-                rows[index][name] = value
-        cut = truncated_rows(tokenizer, texts, encoded["attention_mask"], max_length)
-        for index, is_cut in zip(chosen, cut, strict=True):
-            was_cut[index] = is_cut
+    for keys in (("text",), ("text", "text_pair")):
+        alike = [i for i, line in enumerate(lines) if ("text_pair" in line) is (len(keys) == 2)]
+        for start in range(0, len(alike), AT_ONCE):
+            chosen = alike[start : start + AT_ONCE]
+            texts = [[lines[index][key] for index in chosen] for key in keys]
+            encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+            for name, values in encoded.items():
+                for index, value in zip(chosen, values, strict=True):
+                    rows[index][name] = value
+            cut = truncated_rows(tokenizer, texts, encoded["attention_mask"], max_length)
+            for index, is_cut in zip(chosen, cut, strict=True):
+                was_cut[index] = is_cut
     return rows, was_cut
 
 
@@ -629,14 +631,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     collate = PackedCollator(DataCollatorWithPadding(tokenizer))
     logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)
     own = [labels[name] for name in chosen]
+    # One at a time, as all answers would take as much memory as all rows.
     if of_words:
-        answers = [answer_words(*each) for each in zip(logits, own, firsts, strict=True)]
+        answers = (answer_words(*each) for each in zip(logits, own, firsts, strict=True))
     else:
-        answers = [answer(*each) for each in zip(logits, own, strict=True)]
-    answered = [
+        answers = (answer(*each) for each in zip(logits, own, strict=True))
+    answered = (
         {**line, **its_answer, **({TRUNCATED: True} if is_cut else {})}
         for line, its_answer, is_cut in zip(lines, answers, was_cut, strict=True)
-    ]
+    )
     write_lines(args.output_file, answered)
 
 

@@ -88,7 +88,10 @@ def test_blank_lines_at_the_end_are_ignored(predict, bases, adapters, tmp_path):
     assert out.read_bytes() == before
 
 
-def test_answers_to_truncated_texts_are_marked(predict, bases, adapters, tmp_path, caplog):
+def test_answers_to_truncated_texts_are_marked(
+    predict, bases, adapters, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(predict, "AT_ONCE", 3)
     # A text of 8 tokens, including RoBERTa's two special ones, fits; one of 9 does not.
     tokenizer = AutoTokenizer.from_pretrained(bases["roberta"])
     texts = ["the" + " dog" * count for count in (4, 5, 6, 50)]
