@@ -152,7 +152,7 @@ def _has_zero_norms(layer: LoRALayer) -> bool:
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, lora_plus_ratio: float = 1.0, weight_decay: float = 0.0
+    model: nn.Module, lr: float, lora_plus_ratio: float = 1.0, weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
     """Returns a model's trained parameters as groups for an optimizer.
 
@@ -164,7 +164,7 @@ def parameter_groups(
         lr: learning rate of all parameters but B.
         lora_plus_ratio: B's learning rate divided by `lr`; 1 for plain LoRA. The paper recommends
             about 16.
-        weight_decay: weight decay of all parameters.
+        weight_decay: weight decay of all parameters; by default, that of the optimizer itself.
 
     Raises:
         ValueError: a rate is not a number above 0, or the decay is below 0; nothing is trained; or
@@ -175,14 +175,15 @@ def parameter_groups(
     """
     check_model(model)
     lr, lora_plus_ratio = _rate("lr", lr), _rate("lora_plus_ratio", lora_plus_ratio)
-    weight_decay = as_number("weight_decay", weight_decay, *AT_LEAST_0)
     if not contains(model, LoRALayer):
         raise ValueError(f"{type(model).__name__} has no LoRA layers")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model is trained")
-    groups = [{"params": trained, "weight_decay": weight_decay}]
-    return with_lora_plus(model, groups, lr, lora_plus_ratio)
+    group: dict[str, Any] = {"params": trained}
+    if weight_decay is not None:
+        group["weight_decay"] = as_number("weight_decay", weight_decay, *AT_LEAST_0)
+    return with_lora_plus(model, [group], lr, lora_plus_ratio)
 
 
 def _rate(name: str, value: Any) -> Any:

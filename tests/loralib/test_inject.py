@@ -340,6 +340,8 @@ def test_parameter_groups_of_lora_plus(model):
     assert set(slow["params"]) == everything - set(fast["params"])
     (one,) = lora.parameter_groups(model, 1e-3)
     assert set(one["params"]) == everything
+    (of_optimizer,) = torch.optim.AdamW([one], weight_decay=0.2).param_groups
+    assert of_optimizer["weight_decay"] == 0.2
 
 
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan")])
