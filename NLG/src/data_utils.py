@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """One example.
 
     Attributes:
-        tokens: int32, the token ids; one more than `length` if the example was cut.
+        tokens: int32, the token ids; one more than `length` if they are more than its positions.
         length: number of input positions.
         first: the first position whose target counts; all later targets count, too.
     """
