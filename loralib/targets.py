@@ -58,10 +58,13 @@ def means(name: str, target: Target, stacks: Collection[str]) -> bool:
         target: any other than "all-linear".
         stacks: the names of the model's stacks.
     """
-    if matches(name, target):
-        return True
+    return any(matches(each, target) for each in _names_of(name, stacks))
+
+
+def _names_of(name: str, stacks: Collection[str]) -> list[str]:
+    """Returns a module's name; of a stack, also that of its LoRA layer."""
     layer = layer_of_stack(name)
-    return name in stacks and layer not in stacks and matches(layer, target)
+    return [name, layer] if name in stacks and layer not in stacks else [name]
 
 
 class Names:
@@ -77,10 +80,9 @@ class Names:
         # There may be thousands of targets, each a module's name.
         self._by_end: dict[str, list[str]] = {}
         for name in self._names:
-            layer = layer_of_stack(name)
-            has_layer = name in stacks and layer not in stacks
-            for end in [*_all_ends(name), *(_all_ends(layer) if has_layer else ())]:
-                self._by_end.setdefault(end, []).append(name)
+            for each in _names_of(name, stacks):
+                for end in _all_ends(each):
+                    self._by_end.setdefault(end, []).append(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
