@@ -12,7 +12,7 @@ from small_trainers import Line, make_line_trainer, make_points
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from transformers import TrainingError
+from transformers import EarlyStoppingCallback, TrainingError
 
 
 def in_best_epoch(folder, **settings):
@@ -45,11 +45,14 @@ def test_metrics_that_are_not_a_dict_are_an_error(tmp_path):
         trainer.evaluate()
 
 
+@pytest.mark.parametrize("stops_early", [False, True])
 @pytest.mark.parametrize(("value", "kind"), [([0.5, 1.0], "a list"), (None, "None")])
-def test_a_metric_to_compare_that_is_not_a_number_is_an_error(tmp_path, value, kind):
+def test_a_metric_to_compare_that_is_not_a_number_is_an_error(tmp_path, value, kind, stops_early):
     trainer = in_best_epoch(
         tmp_path, compute_metrics=lambda _: {"f1": value}, metric_for_best_model="f1"
     )
+    if stops_early:
+        trainer.add_callback(EarlyStoppingCallback)
     with pytest.raises(TrainingError, match=f"eval_f1 is {kind}, not a number"):
         trainer.train()
 

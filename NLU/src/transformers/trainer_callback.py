@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -484,7 +485,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def _count(self, args: TrainingArguments, metrics: dict[str, float]) -> None:
         value = metrics.get(args.eval_metric_name)
-        if value is None:
+        if not isinstance(value, Real):  # an error when the checkpoint is saved, see `note_best`
             return
         if self.best is None:
             gain = math.nan if math.isnan(value) else math.inf
