@@ -170,10 +170,11 @@ def test_callbacks_can_stop_a_run_or_an_epoch(make, event, request_name, steps):
     assert trainer.train().global_step == steps
 
 
+@pytest.mark.parametrize("saves", ["epoch", "steps"])
 @pytest.mark.parametrize("step", [1, 2])
-def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(make, tmp_path, step):
+def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(make, tmp_path, step, saves):
     settings = {"callbacks": [asking("on_step_end", "should_epoch_stop")], "num_train_epochs": 3}
-    whole = make(save_strategy="epoch", logging_steps=1, **settings)
+    whole = make(save_strategy=saves, save_steps=1, logging_steps=1, **settings)
     whole.train()
     epochs = [record["epoch"] for record in whole.state.log_history if "loss" in record]
     assert epochs == [0.5, 1.5, 2.5]

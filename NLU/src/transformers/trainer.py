@@ -681,6 +681,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 self._update()
                 self.state.epoch = epoch + (index + 1) / length
                 self._call("on_step_end")
+                if self.control.should_epoch_stop:  # a checkpoint of this step is of its end
+                    progress.batches = passes.length or sys.maxsize
                 self._log_evaluate_save()
             else:
                 self._call("on_substep_end")
