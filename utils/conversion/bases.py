@@ -154,19 +154,16 @@ def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter:
 
 
 def _settings_of(adapter: Adapter) -> dict[str, object]:
-    """Returns the settings that the model takes from the adapter: is_decoder, its head's labels."""
-    said = adapter.metadata
-    settings: dict[str, object] = {"is_decoder": True} if said and said.is_decoder else {}
-    count, known = adapter.outputs, said.labels if said else None
+    """Returns the settings that the model's head takes from the adapter: its labels."""
+    count, known = adapter.outputs, adapter.metadata.labels if adapter.metadata else None
     if count is None:  # it has no head
-        return settings
+        return {}
     if known and len(known) != count:
         raise CheckpointError(
             f"{adapter.source}: names {counted(len(known), 'label')}, but its head has "
             f"{counted(count, 'output')}"
         )
-    labels = {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
-    return {**settings, **labels}
+    return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
