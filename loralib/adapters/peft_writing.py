@@ -156,7 +156,7 @@ def _why_not_names(adapter: Adapter, modules: Collection[str]) -> str | None:
 
 def _why_not_modules(adapter: Adapter, modules: Collection[str]) -> str | None:
     """Returns why PEFT would save too much: it saves modules as wholes. None if it would not."""
-    for saved in _saved_modules(adapter):
+    for saved in saved_modules(adapter):
         for module in modules:
             if module.startswith(f"{saved}."):
                 return (
@@ -345,7 +345,7 @@ def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
     alpha, alphas = usual(
         {name: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m, name in named.items()}
     )
-    saved = _saved_modules(adapter)
+    saved = saved_modules(adapter)
     task = _task_of(adapter, saved)
     has_attention = len(named) < len(parts)
     told = {name: values for values, name in VARIANT_OF_FLAGS.items()}
@@ -385,7 +385,7 @@ def _task_of(adapter: Adapter, saved: Collection[str]) -> str | None:
     return task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
 
 
-def _saved_modules(adapter: Adapter) -> set[str]:
+def saved_modules(adapter: Adapter) -> set[str]:
     """Returns the modules that PEFT is to save beside LoRA."""
     family = family_of(adapter.tensors)
     of_heads = family.heads.values() if family else ()

@@ -19,6 +19,7 @@ from ..trained import changed_buffers, is_never_frozen, is_unchanged, noted
 from .adapter import LORA, Adapter
 from .model_settings import dropout_of, setting_of, takes_dropout
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES
+from .peft_writing import saved_modules
 
 # How errors tell users to save a whole model. A pickled module would break when a class is renamed.
 SAVED_WHOLE = "torch.save(model.state_dict(), …)"
@@ -42,7 +43,7 @@ def saving_warnings(model: nn.Module, adapter: Adapter, format: str) -> Iterator
         _without_effect,
         _of_several_dropouts,
         _of_frozen_and_trained_A,
-        *((_taken_for_experts, _refused_by_peft) if format == "peft" else ()),
+        *((_taken_for_experts, _refused_by_peft, _taken_for_saved) if format == "peft" else ()),
     ):
         warning = warning_of(model, adapter)
         if warning is not None:
@@ -263,6 +264,29 @@ def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
         f"PEFT refuses to adapt {in_short(refused, at_most=2)} in models of the type {kind}, so "
         "that load_adapter alone opens the folder: for PEFT, merge, or adapt no modules called "
         f"{_last_names(refused)}"
+    )
+
+
+def _taken_for_saved(model: nn.Module, adapter: Adapter) -> str | None:
+    """Returns a warning if PEFT looks in the folder for modules that the adapter does not hold.
+
+    PEFT takes each module whose name ends in one of `modules_to_save`, even if no dot is before it.
+    """
+    saved = saved_modules(adapter)
+    taken = [
+        name
+        for name, module in model.named_modules()
+        if name not in saved
+        and name.endswith(tuple(saved))
+        and any(f"{name}.{each}" not in adapter.tensors for each, _ in module.named_parameters())
+    ]
+    if not taken:
+        return None
+    ends = {end for end in saved if any(name.endswith(end) for name in taken)}
+    return (
+        f"PEFT takes {in_short(taken, at_most=2)} for {in_short(sorted(ends), at_most=2)}, by the "
+        "end of the name, so that load_adapter alone opens the folder: for PEFT, merge, or name "
+        f"{'it' if len(taken) == 1 else 'them'} in modules_to_train, too"
     )
 
 

@@ -151,6 +151,32 @@ def test_modules_that_peft_refuses_for_the_models_type_are_a_warning(
     assert len(lora.load_adapter(model, tmp_path / format)) == len(target)
 
 
+@pytest.mark.parametrize(
+    ("trained", "format", "is_warned"),
+    [
+        (["classifier"], "a", True),
+        (["classifier"], "a.safetensors", False),
+        (["classifier", "pre_classifier"], "a", False),
+        (["pre_classifier"], "a", False),
+    ],
+)
+def test_modules_that_peft_takes_for_one_that_is_saved_are_a_warning(
+    tmp_path, trained, format, is_warned
+):
+    """Such as DistilBERT's pre_classifier."""
+    names = ("query", "pre_classifier", "classifier")
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+    lora.add_lora(model, ["query"], r=2, modules_to_train=trained)
+    nn.init.normal_(model["query"].lora_B)
+    warnings = [
+        line for line in lora.save_adapter(model, tmp_path / format) if "PEFT takes" in line
+    ]
+    assert warnings == is_warned * [
+        "PEFT takes pre_classifier for classifier, by the end of the name, so that load_adapter "
+        "alone opens the folder: for PEFT, merge, or name it in modules_to_train, too"
+    ]
+
+
 def test_a_convolutions_tensors_have_pefts_shapes(tmp_path):
     _, _, tensors = saved(tmp_path, "kernels", variant="dora")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
