@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
+from ..io.atomic import DISK_FULL
 from ..io.console import ConsoleHandler, say
 from ..io.elastic_error import tell_launcher
 from .launcher_env import rank
@@ -253,6 +254,11 @@ def error_in_words(error: Exception) -> str:
         in_the_way = isinstance(error, FileExistsError) and os.path.isfile(error.filename)
         reason = "is a file, where a folder is needed" if in_the_way else error.strerror
         return f"{error.filename}: {reason}"
+    if isinstance(error, OSError) and error.errno in DISK_FULL:  # a library's, which names no file
+        return (
+            f"{error.strerror}: df shows which disk is full, that of the output, of a cache (such "
+            "as HF_HOME) or of temporary files (TMPDIR); make room and start again"
+        )
     return str(error) or type(error).__name__  # Python's own MemoryError has no message
 
 

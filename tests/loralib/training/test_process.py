@@ -1,5 +1,6 @@
 """Tests of a script's process: one-line errors, its end, and how it begins."""
 
+import errno
 import gc
 import os
 import re
@@ -215,6 +216,8 @@ def test_the_message_says_if_a_file_is_where_a_folder_is_needed(tmp_path):
         error = FileExistsError(17, "File exists", str(tmp_path / name))
         assert process_module.error_in_words(error) == f"{tmp_path / name}: {reason}"
     assert process_module.error_in_words(OSError("cut off")) == "cut off"
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert process_module.error_in_words(full).startswith(f"{full.strerror}: df shows which disk")
 
 
 # ---- the end of a process that belongs to a group ----
