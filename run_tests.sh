@@ -11,11 +11,14 @@ case ${1:-} in
 esac
 cd "$(dirname "$0")"
 
-# Three workers on two cores: many tests wait for processes of their own. The fast ones do not.
-settings=(-n 3)
+# Two workers per core, because many tests wait for processes of their own; the fast ones do not.
+# At most eight cores are counted: a container may see more than it may use.
+cores=$(getconf _NPROCESSORS_ONLN)
+cores=$((cores < 8 ? cores : 8))
+settings=(-n $((2 * cores)))
 if [ "${1:-}" = --fast ]; then
     shift
-    settings=(-n 2 -m "not (slow or distributed or fuzz)")
+    settings=(-n "$cores" -m "not (slow or distributed or fuzz)")
 fi
 # Tests start Python hundreds of times, which must not compile the project anew each time.
 unset PYTHONDONTWRITEBYTECODE

@@ -301,7 +301,7 @@ def test_a_bank_shares_a_heads_tied_weights_with_the_base():
     )
     words = plain.roberta.embeddings.word_embeddings.weight
     for source in (adapter, replace(adapter, source="other")):
-        head = prepare(plain, source, None).heads["lm_head"]
+        head = prepare(plain, source).heads["lm_head"]
         assert head.decoder.weight is words
         assert head.decoder.bias is head.bias
         assert head.bias is not plain.lm_head.bias
