@@ -276,7 +276,7 @@ def attend(
 
 
 def padding_is_cheap(rows: PackedRows, heads: int, calls: int = GROUP_OVERHEAD) -> bool:
-    """Returns whether attention on padded rows costs less than row by row, on a CPU.
+    """Returns whether attention on padded rows costs no more than row by row, on a CPU.
 
     Args:
         rows: the batch's rows.
@@ -285,7 +285,7 @@ def padding_is_cheap(rows: PackedRows, heads: int, calls: int = GROUP_OVERHEAD) 
     """
     count, longest = rows.shape
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-    return wasted < calls * count
+    return wasted <= calls * count  # of no rows, there is nothing to concatenate
 
 
 def _attend_one_by_one(

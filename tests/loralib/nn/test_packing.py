@@ -169,6 +169,13 @@ def test_rows_of_one_token(path, causal):
     close(path(q, k, v, rows, HEADS, 0.0, causal), v)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_batch_may_have_no_rows(causal, grad):
+    q, k, v = torch.ones(3, 0, 8, requires_grad=grad).unbind()
+    assert attend(q, k, v, PackedRows(torch.ones(0, 5)), HEADS, 0.0, causal).shape == (0, 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("one_query", [False, True])
 def test_dropout_is_the_formula_with_the_drawn_masks(drawn_masks, qkv, one_query, dtype):
