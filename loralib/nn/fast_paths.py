@@ -66,15 +66,18 @@ def has_mode() -> bool:
 def needs_public_operations(*tensors: Tensor) -> bool:
     """Returns whether only public operations that do not work in place give right results.
 
-    That is the case within PyTorch's transforms, and within modes that store or count results. It
-    is also the case in `torch.export`, whose strict mode keeps only the forward of an
-    `autograd.Function`, without gradients.
+    That is the case within PyTorch's transforms, within modes that store or count results, and for
+    complex numbers, whose conjugates handwritten gradients leave out. It is also the case in
+    `torch.export`, whose strict mode keeps only the forward of an `autograd.Function`, without
+    gradients.
 
     Args:
         tensors: the inputs of the computation.
     """
     # PyTorch 2.9's torch.compile takes `torch.compiler.is_exporting()` to be always true.
     if torch.compiler._is_exporting_flag or is_transformed(*tensors):
+        return True
+    if any(tensor.is_complex() for tensor in tensors):
         return True
     if torch.compiler.is_compiling() or not has_mode():
         return False

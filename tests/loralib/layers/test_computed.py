@@ -13,6 +13,7 @@ from layer_cases import (
     built,
     close,
     gradients,
+    randomised,
     reference,
     run_plain,
     same_as_plain,
@@ -107,6 +108,20 @@ def test_handwritten_gradients_are_right_to_second_order(name, p):
 
     assert torch.autograd.gradcheck(function, (x, *parameters))
     assert torch.autograd.gradgradcheck(function, (x, *parameters))
+
+
+@pytest.mark.parametrize("rank", [0, R])
+@pytest.mark.parametrize("name", ["linear", "merged-fan-in-fan-out"])
+def test_gradients_of_complex_numbers_are_right(name, rank):
+    layer = randomised(CASES[name].make(r=rank, dtype=torch.complex128))
+    layer.weight.requires_grad = False
+    names, parameters = zip(*trainable(layer).items(), strict=True)
+    x = torch.randn(2, 6, dtype=torch.complex128, requires_grad=True)
+
+    def function(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), x)
+
+    assert torch.autograd.gradcheck(function, (x, *parameters))
 
 
 def test_rank_0_is_the_plain_layer(case):
