@@ -16,8 +16,8 @@ where an element is kept: PyTorch vectorizes arithmetic on integers on CPUs, but
 such a mask can be combined with the bits of a floating-point number by a bitwise and.
 
 The random numbers come from PyTorch's default CPU generator, so `torch.manual_seed` and
-`torch.get_rng_state` reproduce them. On other devices, and under `torch.compile`, PyTorch's own
-dropout is used.
+`torch.get_rng_state` reproduce them. On other devices, for nested tensors, and under
+`torch.compile`, PyTorch's own dropout is used.
 """
 
 import math
@@ -133,7 +133,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
             "dropout of a sharded tensor is not possible on CPUs, where each process would draw "
             "other numbers: use lora_dropout=0"
         )
-    fast = is_on_cpu and x.dtype in _DTYPES and p < 1
+    fast = is_on_cpu and x.dtype in _DTYPES and p < 1 and not x.is_nested
     if not fast or are_fast_paths_off() or torch.compiler.is_compiling() or is_transformed(x):
         return F.dropout(x, p)
     return _ApplyMask.apply(x, keep_mask(x.shape, p), p)

@@ -158,6 +158,14 @@ def test_on_other_devices_it_uses_pytorchs_own():
     assert dropout(torch.ones(3, device="meta"), 0.5).shape == (3,)
 
 
+def test_nested_tensors_are_dropped_by_pytorchs_own():
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    dropped = dropout(torch.nested.nested_tensor(rows, layout=torch.jagged), 0.5)
+    for row, own in zip(rows, dropped.unbind(), strict=True):
+        assert own.shape == row.shape
+        assert set(own.flatten().tolist()) <= {0.0, 2.0}
+
+
 def test_with_fast_paths_off_it_is_pytorchs_own(drawn_masks):
     torch.manual_seed(4)
     expected = nn.functional.dropout(torch.ones(1000), 0.3)
