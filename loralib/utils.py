@@ -269,6 +269,7 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name in names}
 
 
+@torch.inference_mode(False)  # inference tensors could not be trained or adapted again
 def merge(module: nn.Module) -> nn.Module:
     """Merges low-rank updates into their weights for good, which leaves plain PyTorch layers.
 

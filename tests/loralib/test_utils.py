@@ -177,6 +177,16 @@ def test_merge_of_a_model(model, mode):
     assert torch.equal(model.head.weight, original.embed.weight)
 
 
+@pytest.mark.parametrize("part", ["", "down"])
+def test_a_model_that_is_merged_in_inference_mode_can_be_trained(model, part):
+    with torch.inference_mode():
+        merged = lora.merge(model.get_submodule(part))
+    merged.requires_grad_(True)
+    x = torch.zeros(2, 5, dtype=torch.long) if merged is model else torch.ones(2, 8)
+    merged(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in merged.parameters())
+
+
 def test_merge_of_a_model_without_lora_is_an_error(model):
     """For example if no adapter was loaded. Layers of rank 0 are made plain, however."""
     assert type(lora.merge(nn.Sequential(lora.Linear(2, 2, r=0)))[0]) is nn.Linear
