@@ -53,6 +53,8 @@ _CLASSIFIER = "classifier"
 # The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
 # its own version. It keeps this one when it saves the adapter again.
 _VERSION = "0.21.0"
+# Parts of names that PEFT adds where it wraps a module. Reading a folder takes them off again.
+_WRAPPED = {"modules_to_save", "original_module"}
 # Metadata that PEFT's settings cannot record, and that PEFT does not need.
 _NOT_IN_PEFT = ("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A")
 
@@ -145,6 +147,9 @@ def _why_not_names(adapter: Adapter, modules: Collection[str]) -> str | None:
                 f"holds {name}, which PEFT could not load: it wraps {owner}, whose parameters are "
                 "adapted"
             )
+        added = (_WRAPPED if module in modules else {*_WRAPPED, "base_layer"}) & {*name.split(".")}
+        if added:
+            return f"holds {name}, in which PEFT takes {min(added)} for a part that it has added"
         if module in modules and last in ("in_proj_bias", "bias_k", "bias_v"):
             return f"brings {name}, a bias that PEFT does not save"
         if not module:

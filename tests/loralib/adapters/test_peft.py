@@ -189,6 +189,15 @@ def test_modules_that_seem_to_be_embeddings_are_refused_unless_listed(tmp_path, 
         ({"scale": drawn(6)}, "brings scale, a parameter of the model itself"),
         ({"head.0": drawn(6)}, "brings head.0, whose module is an nn.ParameterList"),
         ({"layer.scale": drawn(6)}, "save all of it, including layer.attention, which has LoRA"),
+        (
+            {"head.base_layer.bias": drawn(6)},
+            "in which PEFT takes base_layer for a part",
+        ),
+        ({"original_module.weight": drawn(6, 6)}, "in which PEFT takes original_module for a part"),
+        (
+            {"modules_to_save.lora_A": drawn(2, 6), "modules_to_save.lora_B": drawn(6, 2)},
+            "in which PEFT takes modules_to_save for a part that it has added",
+        ),
     ],
 )
 def test_parameters_that_peft_does_not_save_are_refused(tmp_path, tensors, message):
