@@ -12,6 +12,7 @@ below.
 import functools
 import inspect
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -127,7 +128,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if hint is float:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
+        return is_number and abs(value) <= sys.float_info.max  # an integer may be larger
     return isinstance(value, hint)
 
 

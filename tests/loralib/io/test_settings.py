@@ -60,6 +60,7 @@ BAD = [
     ("epsilon", -1e-9, "epsilon must be a number from 0 on, not -1e-09"),
     ("scale", "1", 'scale must be a number, not "1"'),
     ("scale", float("nan"), "scale must be a number, not NaN"),
+    ("scale", 10**400, f"scale must be a number, not 1{59 * '0'}…"),
     ("bias", 1, "bias must be true or false, not 1"),
     ("name", {"a": 1}, 'name must be a string, not {"a": 1}'),
     ("terms", 5, "terms must be a string or a list of strings or null, not 5"),
