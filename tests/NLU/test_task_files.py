@@ -173,6 +173,10 @@ def test_a_data_set_s_names_of_tags_are_used():
     hidden = Dataset.from_list([{"tokens": ["Ann", "ran"], "ner_tags": [-1, -1]}])
     data = sentences(Table(rows, "train"), Table(rows, "validation"), Table(hidden, "test"))
     assert data.tables["test"].rows.column_names == [WORDS]
+    # A list of names has a last one, but -1 is not its number.
+    partly = Dataset.from_list([{"tokens": ["Ann", "ran"], "ner_tags": [1, -1]}], features=features)
+    message = error_of(sentences, Table(rows, "hub (train)"), Table(partly, "hub (validation)"))
+    assert message == "hub (validation): row 1: tag 2 of its ner_tags is missing or not a tag (-1)"
 
 
 BAD_SENTENCES = {
@@ -213,10 +217,11 @@ def test_errors_in_sentences_are_named(tmp_path, suffix, name):
     assert f"{path}: {message}" in error_of(sentences, table_of(path, [*SENTENCES, row]))
 
 
-def test_a_number_that_stands_for_no_tag_is_an_error(tmp_path):
+@pytest.mark.parametrize("number", [-1, -100])
+def test_a_number_that_stands_for_no_tag_is_an_error(tmp_path, number):
     """As in data that is already prepared for the loss, which leaves out -100."""
-    rows = [{"tokens": ["Ann", "ran"], "ner_tags": [1, -100]}]
-    message = "row 1: tag 2 of its ner_tags is missing or not a tag (-100)"
+    rows = [{"tokens": ["Ann", "ran"], "ner_tags": [1, number]}]
+    message = f"row 1: tag 2 of its ner_tags is missing or not a tag ({number})"
     assert message in error_of(sentences, table_of(tmp_path / "train.json", rows))
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.text import as_json, in_short
 
-from ..modeling_losses import IGNORED_LABEL
 from .data_sets import Table
 
 if TYPE_CHECKING:
@@ -155,7 +154,8 @@ def _check_counts(table: Table, words: str, tags: str) -> None:
                 row, f"has {len(row_words)} words in {words}, but {len(row_tags)} tags in {tags}"
             )
         for number, tag in enumerate(row_tags, start=1):
-            if tag in (None, "", IGNORED_LABEL) or not isinstance(tag, str | int):
+            # A negative number, such as -1 or -100, stands for no tag.
+            if not isinstance(tag, str | int) or tag == "" or (type(tag) is int and tag < 0):
                 raise table.wrong(
                     row, f"tag {number} of its {tags} is missing or not a tag ({as_json(tag)})"
                 )
