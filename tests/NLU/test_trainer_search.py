@@ -273,6 +273,14 @@ def test_a_trial_can_be_pruned(make, studies):
     assert all((t.value is None) == (len(t.reports) == 1) for t in studies[0].trials)
 
 
+def test_each_evaluation_within_an_epoch_is_reported(make, studies):
+    """Optuna ignores a second report of the same number."""
+    trainer = make(model_init=start, evaluation_strategy="steps", eval_steps=2)
+    trainer.hyperparameter_search(hp_space=rates, n_trials=2)
+    for trial in studies[0].trials:
+        assert [number for number, _ in trial.reports] == [1, 2, 3, 4, 5]
+
+
 def test_a_trial_starts_with_the_search_s_own_settings(make, studies):
     """Not with the choices of the trial before."""
     trainer = make(model_init=Line, weight_decay=0.5)

@@ -277,14 +277,20 @@ def run_hp_search_optuna(
     return BestRun(str(best.number), best.value, best.params)
 
 
-def report_to_optuna(trial: Any, epoch: float, objective: float) -> None:
+def report_to_optuna(trial: Any, number: int, objective: float) -> None:
     """Reports an evaluation within a trial to optuna.
+
+    Args:
+        trial: optuna's trial.
+        number: the evaluation's number within the trial. By it, optuna compares trials, whose
+            epochs may differ in steps; of two reports of one number, it ignores the second.
+        objective: its objective.
 
     Raises:
         optuna.TrialPruned: optuna ends this trial early.
     """
     import optuna
 
-    trial.report(objective, int(epoch))
+    trial.report(objective, number)
     if trial.should_prune():
         raise optuna.TrialPruned()

@@ -37,6 +37,7 @@ class TrainerSearch:
     objective: float | None = None
     _cannot_evaluate: Callable[[], bool]
     _trial: Any = None  # the current trial
+    _evaluations: int = 0  # those of the current trial so far
     _search_folder: str  # has a folder for each trial
     _settings: dict[str, Any]  # those of the search, from which every trial starts
 
@@ -97,7 +98,7 @@ class TrainerSearch:
         Raises:
             ValueError: there is no such setting, or the value is not allowed.
         """
-        self._trial = trial
+        self._trial, self._evaluations = trial, 0
         if trial is None:
             return
         if self.hp_space is None:
@@ -124,7 +125,8 @@ class TrainerSearch:
         """Reports an evaluation to the search, which may end the trial."""
         if self._trial is not None:
             self.objective = self.compute_objective(dict(metrics))
-            report_to_optuna(self._trial, self.state.epoch or 0, self.objective)
+            self._evaluations += 1
+            report_to_optuna(self._trial, self._evaluations, self.objective)
 
 
 def _in_type_of(before: Any, name: str, value: Any) -> Any:
