@@ -1,5 +1,6 @@
 """The Trainer: schedules, the order of the data, gradients and updates."""
 
+import copy
 import math
 
 import numpy as np
@@ -469,6 +470,28 @@ def test_adafactor_takes_a_closure():
         return loss
 
     assert [optimizer.step(closure).item() for _ in range(2)] == pytest.approx([24, 6 * 1.9**2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adafactor_resumes_with_the_same_bits(dtype):
+    """Its means are float32 also for parameters in bfloat16."""
+
+    def run(resumed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(4, 3, dtype=dtype)) for _ in range(2)]
+        settings = {"lr": 0.01, "relative_step": False, "beta1": 0.9}
+        optimizer = Adafactor(parameters, **settings)
+        for step in range(4):
+            if resumed and step == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = Adafactor(parameters, **settings)
+                optimizer.load_state_dict(state)
+            parameters[0].grad = torch.randn_like(parameters[0])  # the other is never trained
+            optimizer.step()
+        return parameters
+
+    for whole, again in zip(run(False), run(True), strict=True):
+        assert torch.equal(whole, again)
 
 
 def test_adafactor_equals_the_paper_s_algorithm():

@@ -234,6 +234,16 @@ class Adafactor(Optimizer):
         }
         super().__init__(params, settings)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned; means stay in float32, whatever the parameters are."""
+        super().load_state_dict(state_dict)  # casts them to the parameters' dtype
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Updates every parameter that has a gradient."""
