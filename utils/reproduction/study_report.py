@@ -234,7 +234,9 @@ def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
     """Returns the table of GPT-2's results on E2E; losses are per token, in nats."""
     if not outcomes:
         return ["Not run.\n"]
-    scores = list(next(iter(outcomes.values())).runs[0].scores)
+    first, *others = [run.scores for found in outcomes.values() for run in found.runs]
+    # Some need Java, and a study may have been continued without it.
+    scores = [name for name in first if all(name in their for their in others)]
     rows = [
         [
             name,

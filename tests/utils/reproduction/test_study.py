@@ -17,7 +17,7 @@ from reproduction import study, study_gpt2, study_report, study_rows, study_runs
 from reproduction.run_file import RunFile
 from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole_sentences
 from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
-from reproduction.study_report import Outcome
+from reproduction.study_report import Gpt2Outcome, Outcome
 from reproduction.study_runs import EncoderTrial, Results
 from reproduction.trials import Cell, Trials, run_cells
 
@@ -359,3 +359,15 @@ def test_a_learning_rate_with_which_gpt2_diverges_is_not_chosen(gpt2, monkeypatc
     fail("no space left on device")
     with pytest.raises(TrainingError, match="no space"):
         study._carry_out(tuning)
+
+
+def test_a_score_that_a_run_lacks_is_in_no_column():
+    """METEOR needs Java, and a study may have been continued without it, or with it."""
+    runs = [
+        dataclasses.replace(GPT2_RESULTS, scores=scores)
+        for scores in ({"BLEU": 0.5, "METEOR": 0.25}, {"BLEU": 0.75})
+    ]
+    for several in (runs, runs[::-1]):
+        header, _, row, _ = study_report.gpt2_table({"LoRA": Gpt2Outcome(0.1, several)})
+        assert "| trained | BLEU | test loss |" in header
+        assert "| 0.625 ±" in row
