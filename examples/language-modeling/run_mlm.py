@@ -219,7 +219,7 @@ def read_lines(
     path: str, tokenizer: PreTrainedTokenizerBase, max_length: int, cache_dir: str | None
 ) -> Dataset:
     """Reads a file's non-empty lines as token ids, with the column `CUT`."""
-    lines = load_rows("text", path, cache_dir=cache_dir)
+    lines = load_rows("text", path, cache_dir=cache_dir, encoding="utf-8-sig")
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
     def encode(rows: dict[str, list]) -> dict[str, list]:

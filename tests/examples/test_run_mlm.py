@@ -175,6 +175,14 @@ def test_an_estimate(script, tmp_path, capsys):
         script.main([*argv, "--estimate_length", "5"])
 
 
+def test_a_byte_order_mark_is_not_text(script, tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("the dog\n\na house\n", "utf-8-sig")
+    tokenizer = script.learn_tokenizer(str(path), 300, 20)
+    rows = script.read_lines(str(path), tokenizer, 20, str(tmp_path / "cache"))
+    assert rows["input_ids"][:] == tokenizer(["the dog", "a house"])["input_ids"]
+
+
 def test_tables_are_kept_where_cache_dir_says(script, run, tmp_path):
     out, _ = run
     texts = out.parent / "train.txt"

@@ -23,7 +23,7 @@ class LineByLineTextDataset(Dataset):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, file_path: str | os.PathLike, block_size: int
     ):
-        with open(file_path, encoding="utf-8") as file:
+        with open(file_path, encoding="utf-8-sig") as file:
             lines = [line for line in file.read().splitlines() if line.strip()]
         rows = tokenizer(lines, truncation=True, max_length=block_size)["input_ids"]
         self.examples = [{"input_ids": torch.tensor(row, dtype=torch.long)} for row in rows]
