@@ -298,6 +298,15 @@ def test_a_slow_tokenizer_gives_no_offsets(models, tmp_path):
 # ---- inputs ----
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_question_has_an_answer(make, family):
+    """SentencePiece makes no tokens of a blank text."""
+    ask = make(family, "question-answering")
+    answers = ask(question=[QUESTION, QUESTION], context=[" ", CONTEXT])
+    assert [answer["answer"] == "" for answer in answers] == [True, False]
+    assert answers[1] == ask(QUESTION, CONTEXT)
+
+
 def test_questions_in_every_form():
     handle = QuestionAnsweringArgumentHandler()
     both = {"question": "q", "context": "c"}
@@ -407,10 +416,22 @@ def test_texts_without_exactly_one_mask_are_refused(make, text, found):
     assert caught.value.task == "fill-mask"
 
 
-@pytest.mark.parametrize("targets", [[], [""], ""])
-def test_empty_targets_are_refused(make, targets):
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("roberta", []), ("roberta", [""]), ("roberta", ""), ("deberta", ["dog", " "])],
+)
+def test_empty_targets_are_refused(make, tokenizers, family, targets):
+    """In RoBERTa's vocabulary, a blank is a token."""
     with pytest.raises(ValueError, match="targets needs at least one word"):
-        make("roberta", "fill-mask")("a <mask>", targets=targets)
+        make(family, "fill-mask")(f"a {tokenizers[family].mask_token}", targets=targets)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_is_filled_only_with_tokens_that_exist(make, tokenizers, family):
+    """DeBERTa's models have more rows than there are tokens."""
+    tokenizer = tokenizers[family]
+    answers = make(family, "fill-mask")(f"a {tokenizer.mask_token}", top_k=10**6)
+    assert sorted(answer["token"] for answer in answers) == list(range(len(tokenizer)))
 
 
 def test_a_target_of_several_tokens_is_its_first_one(make, tokenizers, caplog):

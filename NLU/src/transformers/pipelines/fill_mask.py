@@ -97,11 +97,11 @@ class FillMaskPipeline(Pipeline):
             ValueError: there is no word, or an empty one.
         """
         words = [targets] if isinstance(targets, str) else list(targets)
-        if not words or not all(words):
+        tokens_of_words = list(map(self.tokenizer.tokenize, words))
+        if not all(tokens_of_words) or not words:
             raise ValueError("targets needs at least one word, and none may be empty")
         ids = []
-        for word in words:
-            tokens = self.tokenizer.tokenize(word)
+        for word, tokens in zip(words, tokens_of_words, strict=True):
             if len(tokens) > 1:
                 logger.warning("the target %r is several tokens: %r is taken", word, tokens[0])
             ids.append(self.tokenizer.convert_tokens_to_ids(tokens[0]))
@@ -111,7 +111,8 @@ class FillMaskPipeline(Pipeline):
         self, ids: list[int], scores: np.ndarray, wanted: np.ndarray | None, count: int
     ) -> list[dict[str, Any]]:
         if wanted is None:
-            best = np.argsort(-scores, kind="stable")[:count]
+            # A model may have more rows than there are tokens, as DeBERTa-v2 does.
+            best = np.argsort(-scores[: len(self.tokenizer)], kind="stable")[:count]
         else:
             best = wanted[np.argsort(-scores[wanted], kind="stable")]
         answers = []

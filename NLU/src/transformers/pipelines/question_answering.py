@@ -156,7 +156,7 @@ class QuestionAnsweringPipeline(Pipeline):
 
         Returns:
             For each answer ``score``, ``start`` and ``end`` (in characters) and ``answer``, which
-            has whole words of the text.
+            has whole words of the text; it is empty if the text has no tokens, such as a blank one.
 
         Raises:
             KeyError, ValueError: as in `QuestionAnsweringArgumentHandler`; or a number is too
@@ -174,7 +174,7 @@ class QuestionAnsweringPipeline(Pipeline):
             for part in parts:
                 no_answer = min(no_answer, part.no_answer)
                 found += self._answers(part, example.context_text, topk, max_answer_len)
-            if handle_impossible_answer:
+            if handle_impossible_answer or not found:
                 found.append({"score": no_answer, "start": 0, "end": 0, "answer": ""})
             answers += sorted(found, key=lambda answer: -answer["score"])[:topk]
         return answers[0] if len(answers) == 1 else answers
