@@ -84,6 +84,7 @@ def test_rows_of_any_type_become_tensors(tokenizer, collate, format, container):
         ([5, 4.5], torch.float32),
         ([np.float64(0.5), np.float64(1)], torch.float32),
         ([torch.tensor(0.5), torch.tensor(1.0)], torch.float32),
+        ([torch.tensor(1), 0], torch.int64),
         ([[1, 0], [0, 1]], torch.int64),
     ],
 )
@@ -109,10 +110,14 @@ def test_features_of_the_processors_are_collated(tokenizer, collate):
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
-def test_a_missing_label_is_refused(tokenizer, collate):
-    rows = [{"input_ids": [5], "label": 1}, {"input_ids": [5], "label": None}]
-    with pytest.raises(ValueError, match="label: cannot become a tensor"):
-        collate(tokenizer, rows)
+@pytest.mark.parametrize("label", [1, torch.tensor(1)])
+@pytest.mark.parametrize("missing", [{"label": None}, {}])
+def test_a_missing_label_is_refused(tokenizer, collate, label, missing):
+    """In whichever row, because a loss would take a single label for all rows' scores."""
+    rows = [{"input_ids": [5], "label": label}, {"input_ids": [5], **missing}]
+    for batch in (rows, rows[::-1]):
+        with pytest.raises(ValueError, match="label: cannot become a tensor"):
+            collate(tokenizer, batch)
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])

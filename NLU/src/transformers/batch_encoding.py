@@ -216,7 +216,7 @@ def to_tensor(name: str, rows: Any) -> torch.Tensor:
     """
     if isinstance(rows, torch.Tensor):
         return rows
-    if len(rows) and isinstance(rows[0], torch.Tensor):
+    if len(rows) and all(isinstance(row, torch.Tensor) for row in rows):
         # Through numpy, rows would lose their device.
         shapes = {tuple(row.shape) for row in rows}
         if len(shapes) > 1:

@@ -347,8 +347,8 @@ def _split_labels(
     examples = _as_dicts(features)
     labels = {}
     for name in ("label", "label_ids"):
-        values = [row.pop(name) for row in examples if name in row]
-        if values and values[0] is not None:
+        values = [row.pop(name, None) for row in examples]
+        if any(value is not None for value in values):
             labels["labels"] = to_tensor(name, values)
     return examples, labels
 
