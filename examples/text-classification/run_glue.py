@@ -195,6 +195,8 @@ def load_glue(
     task: GlueTask, data_dir: str | None, splits: list[str], cache_dir: str | None
 ) -> TextData:
     """Loads a GLUE task, from its TSV files or from the hub."""
+    for split in splits:
+        task.check_split(split)
     keys = tuple(key for key in task.text_keys if key)
     if data_dir is None:
         if task.name == "mnli-mm":

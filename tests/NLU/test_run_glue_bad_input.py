@@ -166,6 +166,7 @@ BAD = {
         "--max_train_samples must be at least 1, not 0",
     ),
     "no such task": ("--task_name rta --do_train", "unknown GLUE task 'rta'"),
+    "no such split": ("--task_name ax --do_eval", "ax has no split 'validation' (it has test)"),
     "no such data": (
         "--task_name rte --data_dir {tmp}/nowhere --do_train",
         "nowhere/RTE/train.tsv: no such file",

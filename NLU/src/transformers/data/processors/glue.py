@@ -67,6 +67,15 @@ class GlueTask:
         """Outputs that a model needs: one per class, or one for a score."""
         return len(self.label_words) or 1
 
+    def check_split(self, split: str) -> None:
+        """Refuses the name of a split that the task does not have.
+
+        Raises:
+            ValueError: there is no such split.
+        """
+        if split not in self.files:
+            raise ValueError(f"{self.name} has no split {split!r} (it has {', '.join(self.files)})")
+
 
 _COLA_COLUMNS = ("source", "label", "annotation", "sentence")
 _COLA = GlueTask(
@@ -211,8 +220,7 @@ def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
         FileNotFoundError: the file is not there.
         NotADirectoryError: `data_dir` is a file.
     """
-    if split not in task.files:
-        raise ValueError(f"{task.name} has no split {split!r} (it has {', '.join(task.files)})")
+    task.check_split(split)
     folder = Path(data_dir)
     if folder.is_file():
         raise NotADirectoryError(f"{folder}: is a file; give its folder")
