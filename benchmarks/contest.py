@@ -516,8 +516,11 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
         parser.error("--peers_python is needed: all models here are upstream's")
     if args.peers_python and not shutil.which(args.peers_python):
         parser.error(f"--peers_python: {args.peers_python} is not a program")
+    # Outputs are checked now, not after hours of measuring.
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json: {args.json}: there is no folder {args.json.parent}")
     if args.plot:
-        try:  # now, not after hours of measuring
+        try:
             check_can_save(args.plot)
         except (OSError, ValueError) as error:
             parser.error(f"--plot: {error}")

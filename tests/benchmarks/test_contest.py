@@ -228,6 +228,7 @@ def test_a_worker_sees_one_gpu(contest, tmp_path, monkeypatch, worker, device, s
         (["--rounds", "0"], "argument --rounds: must be at least 1, not 0"),
         (["--plot", "chart.jpeg"], "--plot: chart.jpeg: unknown format of a picture"),
         (["--plot", "nowhere/a.png"], "--plot: nowhere/a.png: there is no folder nowhere"),
+        (["--json", "nowhere/a.json"], "--json: nowhere/a.json: there is no folder nowhere"),
         (["--threads", "two"], "argument --threads: invalid positive value: 'two'"),
     ],
 )
