@@ -125,6 +125,12 @@ def test_unusable_input_of_own_tasks_is_refused(metrics):
         metrics(PREDS[:1], LABELS)
 
 
+def test_accuracy_of_labels_in_a_column_is_refused():
+    """NumPy would compare each prediction with each label."""
+    with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(2, 1\)"):
+        simple_accuracy([0, 1], [[0], [1]])
+
+
 def test_metrics_of_own_classes():
     """F1 does not depend on the classes' numbers; classes that do not occur do not count."""
     preds, labels = np.array([0, 1, 2, 2, 1, 0, 4]), np.array([0, 2, 2, 1, 1, 0, 0])

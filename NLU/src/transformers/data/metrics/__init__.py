@@ -19,8 +19,17 @@ def simple_accuracy(preds: ArrayLike, labels: ArrayLike) -> float:
     Args:
         preds: class indices, shape (rows,).
         labels: class indices, shape (rows,).
+
+    Raises:
+        ValueError: arrays of unequal shape, which NumPy would compare each with each.
     """
-    return float((np.asarray(preds) == np.asarray(labels)).mean())
+    preds, labels = np.asarray(preds), np.asarray(labels)
+    if preds.shape != labels.shape:
+        raise ValueError(
+            f"accuracy needs as many predictions as labels; got shapes {preds.shape} and "
+            f"{labels.shape}"
+        )
+    return float((preds == labels).mean())
 
 
 def acc_and_f1(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
