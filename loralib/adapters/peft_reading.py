@@ -280,7 +280,7 @@ def _is_of_matrix(owner: str, tensors: Mapping[str, Tensor], config: Mapping[str
     if len(named) > 1:  # only a module with stacks has several
         return False
     rank = _by_pattern(config, "r", named[0] if named else owner, ())
-    return len(tensors[f"{owner}.lora_A"]) == rank
+    return tensors[f"{owner}.lora_A"].shape[:1] == (rank,)
 
 
 def _stacks_of(owner: str, config: Mapping[str, Any]) -> list[str]:

@@ -424,6 +424,7 @@ def test_the_base_weight_of_an_embedding_is_compared_with_the_model_s(tmp_path):
         ("lora_magnitude_vector", torch.full((8,), torch.nan), ["are not finite"]),
         ("lora_B.weight", torch.ones(8, 3), ["do not belong together"]),
         ("lora_A.weight", torch.ones(2, 8, 1), ["do not belong together"]),
+        ("lora_A.weight", torch.tensor(1.0), ["do not belong together"]),
     ],
 )
 def test_tensors_that_do_not_fit_together_are_refused(tmp_path, name, changed, parts):
