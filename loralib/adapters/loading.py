@@ -41,7 +41,7 @@ from .fingerprint import possible_fingerprints
 from .formats import read_adapter_for
 from .merging import untied_by
 from .metadata import LoraMetadata
-from .model_settings import lora_settings, takes_dropout
+from .model_settings import lora_settings, setting_of, takes_dropout
 from .names import more_layers
 from .validation import check_finite
 
@@ -288,6 +288,7 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     check_there(tensors_of(model, touched), "it gets an adapter")
     present = lora_layers(model)
     settings = _settings_of(model, adapter, weights)
+    _check_trained_with(model, adapter)
     _check_quantized(adapter, weights, settings)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter)
@@ -302,6 +303,16 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     _copy(model, adapter)
     warn_of_reads(model, added, are_loaded=True)
     return tuple(name for name in lora_layers(model) if name in weights)
+
+
+def _check_trained_with(model: nn.Module, adapter: Adapter) -> None:
+    """Checks that a model has what an adapter was trained with, and what is in other files."""
+    for switch in adapter.lora.trained_with or ():
+        if not setting_of(getattr(model, "config", None), switch):
+            raise CheckpointError(
+                f"{adapter.source}: was trained with {switch} as well, which the model lacks: "
+                f"build the model with both, as by from_pretrained(…, {switch}=True)"
+            )
 
 
 def _check_quantized(

@@ -2,6 +2,8 @@
 
 import logging
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +235,16 @@ def test_an_unverified_base_is_a_warning(saved, tmp_path, caplog):
 )
 def test_lora_layers_with_other_settings_are_refused(saved, settings, parts):
     refused(WORDS.adapted(**settings), saved(), *parts)
+
+
+def test_what_an_adapter_was_trained_with_has_to_be_in_the_model(saved):
+    adapter, model = lora.read_adapter(saved()), WORDS.build()
+    both = replace(adapter.metadata, trained_with=("apply_bitfit",))
+    path = saved().with_name("both.safetensors")
+    lora.write_adapter(path, replace(adapter, metadata=both))
+    refused(model, path, "was trained with apply_bitfit as well, which the model lacks")
+    model.config = SimpleNamespace(apply_bitfit=True)
+    lora.load_adapter(model, path)
 
 
 def test_lora_layers_with_the_same_settings_are_used(saved):
