@@ -38,6 +38,13 @@ def test_padding_as_for_other_collators(tokenizer):
     assert collate(tokenizer, "max_length", 6)(rows)["input_ids"].shape == (1, 2, 6)
     assert collate(tokenizer, pad_to_multiple_of=4)(rows)["input_ids"].shape == (1, 2, 4)
     assert "labels" not in collate(tokenizer)(rows)
+    assert "labels" not in collate(tokenizer)([{**row, "label": None} for row in rows])
+
+
+def test_a_label_that_only_some_examples_have_is_refused(tokenizer):
+    rows = [example([5], label=0), example([6])]
+    with pytest.raises(ValueError, match="label: cannot become a tensor"):
+        DataCollatorForMultipleChoice(tokenizer)(rows)
 
 
 def test_examples_with_different_numbers_of_choices_are_refused(tokenizer):

@@ -128,26 +128,26 @@ class DataCollatorForMultipleChoice(DataCollatorWithPadding):
                 is the index of the right choice, if it is known.
 
         Raises:
-            ValueError: examples have different numbers of choices.
+            ValueError: examples have different numbers of choices, or only some have a label.
         """
-        labels = [row[name] for row in features for name in ("label", "labels") if name in row]
-        counts = {len(row["input_ids"]) for row in features}
+        examples = _as_dicts(features)
+        labels = [row.pop("label", row.pop("labels", None)) for row in examples]
+        counts = {len(row["input_ids"]) for row in examples}
         if len(counts) > 1:
             raise ValueError(
                 f"examples of {min(counts)} to {max(counts)} choices cannot be batched: all need "
                 "the same number"
             )
-        names = [name for name in features[0] if name not in ("label", "labels")]
         choices = [
-            {name: row[name][choice] for name in names}
-            for row in features
+            {name: row[name][choice] for name in examples[0]}
+            for row in examples
             for choice in range(len(row["input_ids"]))
         ]
         batch = {
-            name: rows.view(len(features), -1, rows.shape[-1])
+            name: rows.view(len(examples), -1, rows.shape[-1])
             for name, rows in self._padded(choices).items()
         }
-        if labels:
+        if any(label is not None for label in labels):
             batch["labels"] = to_tensor("label", labels)
         return batch
 
