@@ -120,6 +120,9 @@ class LoraMetadata(AdapterMetadata):
     Equivalent values are stored in the shortest form: "lora", "default", False and empty mappings
     become None, and patterns hold only the values that differ from `rank` and `alpha`.
 
+    Fields that a later version adds are ignored by earlier ones. If one changes what is computed,
+    that version has to write a new value of `variant` as well, which earlier ones refuse.
+
     Args:
         rank: r, the rank of the low-rank update.
         alpha: the update is scaled by alpha / r.
