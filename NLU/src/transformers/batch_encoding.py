@@ -231,7 +231,9 @@ def to_tensor(name: str, rows: Any) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64))
     if array.dtype.kind == "f":
         return torch.from_numpy(array.astype(np.float32))
-    lengths = {len(row) for row in rows if hasattr(row, "__len__") and not isinstance(row, str)}
+    # An array or a tensor of no dimensions has no length, although it has the method.
+    sized = (row for row in rows if hasattr(row, "__len__") and getattr(row, "ndim", 1))
+    lengths = {len(row) for row in sized if not isinstance(row, str)}
     if len(lengths) > 1:
         raise ValueError(
             f"{name}: rows of {min(lengths)} to {max(lengths)} items make no tensor; "
