@@ -1,9 +1,11 @@
 """Callbacks of the Trainer: their events, arguments and requests; adding and removing them."""
 
+import itertools
 import logging
 
 import pytest
-from small_trainers import Line, make_line_trainer
+from small_trainers import Line, make_line_trainer, make_points
+from torch.utils.data import IterableDataset
 
 from transformers import (
     DefaultFlowCallback,
@@ -170,16 +172,37 @@ def test_callbacks_can_stop_a_run_or_an_epoch(make, event, request_name, steps):
     assert trainer.train().global_step == steps
 
 
+class Endless(IterableDataset):
+    """An iterable dataset of points without an end."""
+
+    def __iter__(self):
+        return itertools.cycle(make_points(20))
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
 @pytest.mark.parametrize("saves", ["epoch", "steps"])
 @pytest.mark.parametrize("step", [1, 2])
-def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(make, tmp_path, step, saves):
-    settings = {"callbacks": [asking("on_step_end", "should_epoch_stop")], "num_train_epochs": 3}
-    whole = make(save_strategy=saves, save_steps=1, logging_steps=1, **settings)
+def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(
+    make, tmp_path, step, saves, event
+):
+    settings = {"callbacks": [asking(event, "should_epoch_stop")], "num_train_epochs": 3}
+    settings |= {"logging_steps": 1}
+    whole = make(save_strategy=saves, save_steps=1, **settings)
     whole.train()
     epochs = [record["epoch"] for record in whole.state.log_history if "loss" in record]
     assert epochs == [0.5, 1.5, 2.5]
     resumed = make(**settings)
     assert resumed.train(str(tmp_path / "out" / f"checkpoint-{step}")).global_step == 3
+    assert resumed.model.a.item() == whole.model.a.item()
+
+
+def test_resuming_after_a_stopped_epoch_of_an_endless_stream(make, tmp_path):
+    settings = {"callbacks": [asking("on_step_end", "should_epoch_stop")], "max_steps": 2}
+    settings |= {"train_dataset": Endless()}
+    whole = make(save_strategy="steps", save_steps=1, **settings)
+    whole.train()
+    resumed = make(**settings)
+    resumed.train(str(tmp_path / "out" / "checkpoint-1"))
     assert resumed.model.a.item() == whole.model.a.item()
 
 

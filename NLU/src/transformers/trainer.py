@@ -666,6 +666,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._call("on_epoch_begin")
         progress.has_ended = False
         batches, progress.epoch_rng = passes.begin(epoch, skip, before, progress.epoch_rng)
+        if progress.is_stopped:  # by the step of the checkpoint that the run has resumed from
+            batches = iter(())
         for index, inputs in enumerate(batches, start=skip):
             # An epoch no longer than one accumulation makes one update, at its end. In longer ones,
             # the gradients left over at the end are added to the next epoch's first update, as in
@@ -681,15 +683,13 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 self._update()
                 self.state.epoch = epoch + (index + 1) / length
                 self._call("on_step_end")
-                if self.control.should_epoch_stop:  # a checkpoint of this step is of its end
-                    progress.batches = passes.length or sys.maxsize
                 self._log_evaluate_save()
             else:
                 self._call("on_substep_end")
             if self.control.should_training_stop or self.control.should_epoch_stop:
                 break
         else:
-            if skip == 0 and self.state.global_step == before:
+            if skip == 0 and self.state.global_step == before and not progress.is_stopped:
                 passes.check_one_update(progress.batches)
             progress.epoch, progress.batches = epoch + 1, 0
         self._end_epoch(epoch, passes)
@@ -697,9 +697,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _end_epoch(self, epoch: int, passes: EpochBatches) -> None:
         """Does the work due at the end of an epoch, complete or not."""
         progress = self._progress
-        if progress.batches == passes.length or self.control.should_epoch_stop:
+        is_stopped = self.control.should_epoch_stop or progress.is_stopped
+        if is_stopped or progress.batches == passes.length:
             progress.epoch, progress.batches = epoch + 1, 0
-        progress.has_ended = True
+        progress.has_ended, progress.is_stopped = True, False
         self._call("on_epoch_end")
         self._log_evaluate_save()
 
@@ -820,6 +821,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             metrics = self.evaluate()
             self._report_to_hp_search(metrics)
         if self.control.should_save:
+            progress.is_stopped = self.control.should_epoch_stop and not progress.has_ended
             self._check_weights()
             self._save_checkpoint(self.model_wrapped, self._trial, metrics=metrics)
             self._call("on_save")

@@ -16,6 +16,7 @@ class Progress:
     Attributes:
         epoch, batches: full epochs done, and batches done in the current one.
         has_ended: False within an epoch; True once the work due at its end has begun.
+        is_stopped: whether a callback had ended this epoch when it was last saved.
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read, without those of batches
             that have no target (their loss, 0 or of PyTorch's functions nan, has no meaning).
@@ -32,7 +33,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.epoch = self.batches = self.step = self.logged_step = 0
-        self.has_ended = True
+        self.has_ended, self.is_stopped = True, False
         self.loss_since_log = self.loss_total = 0.0
         self.weight_since_log = self.weight_total = 0.0
         self.empty_since_log = self.empty_total = 0.0
