@@ -271,7 +271,7 @@ def _has_repeated_values(tensor: Tensor) -> bool:
     reach = 0  # from the first value of the dimensions so far to their last
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
-            return True
+            return tensor.numel() > 0
         reach += stride * (size - 1)
     return False
 

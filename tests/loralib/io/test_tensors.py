@@ -145,6 +145,11 @@ def test_the_error_says_why_a_file_has_no_tensors(tmp_path, name, make, message)
     assert message in str(caught.value)
 
 
+def test_an_expanded_tensor_without_values_is_read(tmp_path):
+    torch.save({"a": torch.empty(1, 0).expand(5, 0)}, tmp_path / "a.bin")
+    assert read_tensors(tmp_path / "a.bin")[0]["a"].shape == (5, 0)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_first_not_finite_names_the_first_such_tensor(value):
     tensors = [("a", torch.ones(2)), ("b", torch.tensor([1, value])), ("c", torch.tensor(value))]
