@@ -72,12 +72,12 @@ def needs_public_operations(*tensors: Tensor) -> bool:
     gradients.
 
     Args:
-        tensors: the inputs of the computation.
+        tensors: the inputs of the computation; all of them are complex, or none is.
     """
     # PyTorch 2.9's torch.compile takes `torch.compiler.is_exporting()` to be always true.
     if torch.compiler._is_exporting_flag or is_transformed(*tensors):
         return True
-    if any(tensor.is_complex() for tensor in tensors):
+    if tensors and tensors[0].is_complex():
         return True
     if torch.compiler.is_compiling() or not has_mode():
         return False
