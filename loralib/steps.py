@@ -139,8 +139,10 @@ def _is_still(group: Mapping[str, Any]) -> bool:
 
 def _warn_of_weights(optimizer: Optimizer, weights: list[Tensor]) -> None:
     """Warns once of an optimizer that trains weights as well as their LoRA."""
+    if _WARNED_OF_WEIGHTS in vars(optimizer):
+        return
     names = [_name(_layers[id(weight)]) for weight in weights if _updates_above(weight)]
-    if not names or _WARNED_OF_WEIGHTS in vars(optimizer):
+    if not names:
         return
     vars(optimizer)[_WARNED_OF_WEIGHTS] = True
     logger.warning(

@@ -263,7 +263,7 @@ def _is_held(tensor: Tensor) -> bool:
     is_part = hasattr(tensor, "full_tensor")
     if is_part or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
-    return not _has_repeated_values(tensor)
+    return tensor.numel() == 0 or not _has_repeated_values(tensor)
 
 
 def _has_repeated_values(tensor: Tensor) -> bool:
@@ -271,7 +271,7 @@ def _has_repeated_values(tensor: Tensor) -> bool:
     reach = 0  # from the first value of the dimensions so far to their last
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
-            return tensor.numel() > 0
+            return True
         reach += stride * (size - 1)
     return False
 
