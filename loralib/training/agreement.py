@@ -50,7 +50,7 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
         )
     (first_host, first), *others = said
     for number, (host, other) in enumerate(others, start=1):
-        for name in [*first, *(name for name in other if name not in first)]:
+        for name in first | other:
             ours, theirs = first.get(name), other.get(name)
             # NaN counts as equal to NaN.
             if ours != theirs and not (ours != ours and theirs != theirs):

@@ -84,8 +84,9 @@ def test_without_eps_and_decay_it_is_torchs():
 
 
 def test_a_tensor_without_a_gradient_is_not_updated_nor_its_step_counted():
-    first, second = tensors((2,), (2,))
-    optimizer = AdamW([first, second], lr=0.1, eps=1e-6, weight_decay=0.01)
+    first, second, alone = tensors((2,), (2,), (2,))
+    groups = [{"params": [first, second]}, {"params": [alone]}]
+    optimizer = AdamW(groups, lr=0.1, eps=1e-6, weight_decay=0.01)
     unchanged = second.detach().clone()
     set_gradients([first], 0)
     optimizer.step()
