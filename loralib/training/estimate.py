@@ -106,7 +106,7 @@ def measure_rate(
 
     step()  # not timed: it also makes what later steps reuse
     begun, steps, seconds = time.perf_counter(), 0, 0.0
-    while steps == 0 or seconds < _TIMED:
+    while seconds < _TIMED:
         step()
         steps, seconds = steps + 1, time.perf_counter() - begun
     return operations * steps / seconds
