@@ -79,11 +79,11 @@ def _clear(folder: Path, folders: Iterable[str]) -> None:
     remove_leftovers(folder)
     for pattern in folders:
         for path in folder.glob(pattern):
-            if path.is_dir() and not path.is_symlink():
+            if path.is_dir():
                 remove_folder(path)
     for probe in folder.glob(f"{_PROBE}.{'[0-9a-f]' * 8}"):
         if probe.is_file():
-            probe.unlink(missing_ok=True)
+            probe.unlink()
 
 
 def remove_folder(folder: Path) -> None:

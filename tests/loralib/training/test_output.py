@@ -125,6 +125,9 @@ def test_the_error_names_a_broken_link(tmp_path, name):
     with is_a_link, output_folder(tmp_path / name, 0, 1):
         pytest.fail("there is no folder")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "nowhere").mkdir()
+    with output_folder(tmp_path / name, 0, 1):
+        assert (tmp_path / "out").is_symlink()
 
 
 def test_a_file_cannot_be_the_folder(tmp_path):
@@ -143,17 +146,25 @@ def test_the_error_names_a_folder_without_write_permission(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_other_processes_get_an_error_of_the_system_in_the_same_words(tmp_path, monkeypatch):
-    told, folder = [], tmp_path / "out"
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "out"), "out: Read-only file system"),
+        (TrainingError("out: another run is writing there"),) * 2,
+    ],
+)
+def test_other_processes_get_the_first_one_s_error_in_the_same_words(
+    tmp_path, monkeypatch, error, line
+):
+    def refuse(_):
+        raise error
 
-    def refuse(*_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    told = []
+    monkeypatch.setattr(output, "sole_use", refuse)
     monkeypatch.setattr(output, "gather_objects", lambda *given: told.append(given[0]) or told)
-    with pytest.raises(OSError, match=os.strerror(errno.EROFS)), output_folder(folder, 0, 2):
+    with pytest.raises(type(error)), output_folder(tmp_path, 0, 2):
         pass
-    assert told == [f"{folder}: {os.strerror(errno.EROFS)}"]
+    assert told == [str(line)]
 
 
 @pytest.mark.parametrize("problem", [None, "no room"])
@@ -165,6 +176,7 @@ def test_other_processes_use_the_folder_that_the_first_one_makes(tmp_path, monke
     if problem is None:
         with output_folder(folder, 1, 2):
             assert checked == [(folder, 2)]
+            assert not folder.exists()
     else:
         with pytest.raises(TrainingError, match=r"^no room$"), output_folder(folder, 1, 2):
             pass
