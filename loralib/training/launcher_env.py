@@ -81,7 +81,7 @@ def launched_number(name: str, least: int = 0, most: int | None = None) -> int:
         ValueError: it is missing, not an integer, or out of this range.
     """
     text = os.environ.get(name, "").strip()
-    if not (text.isascii() and text.isdecimal()):
+    if not text.isdecimal():
         raise _not_launched(name)
     number = int(text)
     if number < least or (most is not None and number > most):

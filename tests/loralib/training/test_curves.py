@@ -54,14 +54,14 @@ def test_each_panel_has_its_lines_and_a_legend_for_several():
         "evaluation",
     ]
     assert second.get_legend() is None  # the title names its line
-    assert first.get_xlim() == second.get_xlim()
+    assert first.get_xlim() == second.get_xlim() == (0, 1.03 * 4)
 
 
-def test_every_panel_is_drawn_if_there_are_several_rows():
+@pytest.mark.parametrize("names", ["a", "abcd"], ids=["one panel", "two rows"])
+def test_every_panel_is_drawn(names):
     pytest.importorskip("matplotlib")
-    panels = {name: {name: {1: 0.5}} for name in "abcd"}
-    figure = curves._draw(panels)
-    assert [panel.get_title() for panel in figure.axes if panel.axison] == list("abcd")
+    figure = curves._draw({name: {name: {1: 0.5}} for name in names})
+    assert [panel.get_title() for panel in figure.axes if panel.axison] == list(names)
 
 
 def test_without_values_no_picture_is_written(tmp_path):
