@@ -408,56 +408,61 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, dropped, weight, A, B, z, new_A, new_B = ctx.saved_tensors
-        needs, is_recorded = ctx.needs_input_grad, torch.is_grad_enabled()
-        if ctx.has_update and not is_recorded:
-            factors = A if new_A is None else new_A, B if new_B is None else new_B
-            update = Delta(*factors, 1.0, ctx.starts)
-        else:
-            update = _scaled(A, B, ctx.scaling, ctx.starts, ctx.dtype)
-        blocks = list(update.blocks())
-        lora_input = dropped if ctx.has_dropped else x
-        is_z_fixed = not (needs[4] or needs[1 if ctx.has_dropped else 0])
-        # In a double backward, z has to depend on its inputs.
-        if needs[5] and is_recorded and not is_z_fixed:
-            if lora_input is None:
-                raise RuntimeError(
-                    "second derivatives cannot be computed while lora_A is frozen: train it as well"
-                )
-            z = F.linear(lora_input, update.A)
-        grad_z = _joined(
-            [
-                products.small_product(
-                    _columns(grad, block.columns), products.laid_out(block.B.t())
-                )
-                for block in blocks
-            ],
-            dim=1,
-        )
-        grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
-        if needs[0]:
-            grad_x = products.product(grad, weight.t())
-            if not ctx.has_dropped:
-                products.add_product(grad_x, grad_z, update.A, 1.0)
-        if needs[1]:
-            grad_dropped = products.small_product(grad_z, update.A.t())
-        if needs[2]:
-            grad_weight = products.gradient_of_weight(grad, x, not weight.is_contiguous())
-        if needs[3]:
-            grad_bias = grad.sum(0)
-        if needs[4]:
-            wide = torch.promote_types(A.dtype, ctx.dtype)
-            grad_A = products.gradient_of_factor(grad_z, lora_input, wide)
-            grad_A = _times(grad_A, ctx.scaling).to(A.dtype)
-        if needs[5]:
-            parts = [
-                products.gradient_of_factor(
-                    _columns(grad, block.columns), _columns(z, block.rows), B.dtype
-                )
-                for block in blocks
-            ]
-            grad_B = _joined(parts, dim=0)
-        return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None, None
+        # The forward may have been computed outside of the autocast that is on now.
+        with products.without_autocast(grad.device.type):
+            return _gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the inputs of `_LowRankLinear`, for that of its output."""
+    x, dropped, weight, A, B, z, new_A, new_B = ctx.saved_tensors
+    needs, is_recorded = ctx.needs_input_grad, torch.is_grad_enabled()
+    if ctx.has_update and not is_recorded:
+        factors = A if new_A is None else new_A, B if new_B is None else new_B
+        update = Delta(*factors, 1.0, ctx.starts)
+    else:
+        update = _scaled(A, B, ctx.scaling, ctx.starts, ctx.dtype)
+    blocks = list(update.blocks())
+    lora_input = dropped if ctx.has_dropped else x
+    is_z_fixed = not (needs[4] or needs[1 if ctx.has_dropped else 0])
+    # In a double backward, z has to depend on its inputs.
+    if needs[5] and is_recorded and not is_z_fixed:
+        if lora_input is None:
+            raise RuntimeError(
+                "second derivatives cannot be computed while lora_A is frozen: train it as well"
+            )
+        z = F.linear(lora_input, update.A)
+    grad_z = _joined(
+        [
+            products.small_product(_columns(grad, block.columns), products.laid_out(block.B.t()))
+            for block in blocks
+        ],
+        dim=1,
+    )
+    grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
+    if needs[0]:
+        grad_x = products.product(grad, weight.t())
+        if not ctx.has_dropped:
+            products.add_product(grad_x, grad_z, update.A, 1.0)
+    if needs[1]:
+        grad_dropped = products.small_product(grad_z, update.A.t())
+    if needs[2]:
+        grad_weight = products.gradient_of_weight(grad, x, not weight.is_contiguous())
+    if needs[3]:
+        grad_bias = grad.sum(0)
+    if needs[4]:
+        wide = torch.promote_types(A.dtype, ctx.dtype)
+        grad_A = products.gradient_of_factor(grad_z, lora_input, wide)
+        grad_A = _times(grad_A, ctx.scaling).to(A.dtype)
+    if needs[5]:
+        parts = [
+            products.gradient_of_factor(
+                _columns(grad, block.columns), _columns(z, block.rows), B.dtype
+            )
+            for block in blocks
+        ]
+        grad_B = _joined(parts, dim=0)
+    return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None, None
 
 
 def _scaled(

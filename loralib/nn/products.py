@@ -52,9 +52,9 @@ def has_autocast(device: str) -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Returns a context without autocast, in which products have the dtype of their operands."""
-    if not has_autocast(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

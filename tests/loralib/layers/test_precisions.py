@@ -103,18 +103,22 @@ def test_autocast_leaves_float64_alone(case, mode):
     close(out, reference(layer, x).detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_second_backward_pass_has_the_firsts_gradients(name):
+def test_a_second_backward_pass_has_the_firsts_gradients_even_within_autocast(name, dtype):
     layer, x = built(CASES[name]), CASES[name].x()
     layer.scaling = 0.3  # no power of two
     base_of(layer).weight.data = base_of(layer).weight.data.bfloat16()
-    rows = x.bfloat16().flatten(0, -2)
+    rows = x.to(dtype).flatten(0, -2).requires_grad_()
     out = layer(rows)
     passes = []
-    for _ in range(2):
-        torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
+    for within in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
         passes.append({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+        passes[-1]["x"] = rows.grad
         layer.zero_grad()
+        rows.grad = None
     assert {"lora_A", "lora_B"} <= passes[0].keys()
     assert_same_bits(*passes)
 
