@@ -94,6 +94,7 @@ def trained_by_hand(model, batches, epochs: int, rate: float):
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_training_equals_gradient_descent_written_out(make, output):
     model = Net(output)
+    model.layers[1].eval()  # as a part from `from_pretrained`; it is trained in training mode
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
     trainer = make(model, optimizers=(sgd, constant), max_grad_norm=0)

@@ -406,7 +406,6 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """Runs one batch so that DDP lays out its gradient buckets (see `warm_up_ddp`)."""
 
         def backward() -> None:
-            self.model_wrapped.train()
             inputs = self._prepare_inputs(passes.example())
             with self.precision.autocast():
                 self.compute_loss(self.model_wrapped, inputs).backward()
@@ -465,6 +464,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._check_same_training(passes.examples, max_steps)
         self._prepare_optimizer(max_steps)
         self._wrap()
+        # A part may be in another mode than the whole, such as an encoder from `from_pretrained`.
+        self.model_wrapped.train()
         if args.device.type == "cpu":
             choose_products(frozen_weights(self.model), args.compute_dtype, args.world_size)
             self._has_products = True
