@@ -62,11 +62,14 @@ def losses_of(trainer: Trainer) -> list[float]:
         ((None, None, 5, 8), 1, [math.nan, 6.5, 6.5]),
         ((None, None), 1, [math.nan, math.nan]),
         ((2, None, None, 8, None, None, 3, 3), 2, [5, 3, 4]),
-        # The last row of the first epoch is left over for the second epoch's update.
+        # The last row of the first epoch is left over for the second update, which ends the run.
         ((None, None, 4), 2, [4, math.nan, 4]),
+        ((2, 4, 8), 2, [4.6667, 3, 4]),
+        # An epoch that is shorter than an accumulation makes one update.
+        ((6,), 2, [6]),
     ],
 )
-def test_batches_without_targets_do_not_count_in_the_loss(
+def test_losses_are_means_of_the_batches_that_have_targets(
     tmp_path, caplog, rows, accumulation, expected, of_none
 ):
     settings = {"logging_strategy": "epoch", "num_train_epochs": 2} if len(rows) == 3 else {}
@@ -109,14 +112,6 @@ def test_a_resumed_run_logs_the_same_losses(tmp_path):
         assert losses_of(resumed) == losses_of(whole)
 
 
-def test_batches_of_weight_0_do_not_count_as_batches_without_a_target():
-    progress = Progress()
-    for loss, weight, has_target in ((3.0, 0.5, True), (0.0, 0.0, False), (0.0, 0.5, False)):
-        progress.add(torch.tensor(loss), weight, has_target)
-    progress.read_losses()
-    assert (progress.loss_total, progress.weight_total, progress.empty_total) == (3.0, 0.5, 1)
-
-
 def test_a_log_resets_only_the_sums_since_the_last_one():
     progress = Progress()
     for loss, has_target in ((3.0, True), (0.0, False)):
@@ -124,8 +119,8 @@ def test_a_log_resets_only_the_sums_since_the_last_one():
     progress.read_losses()
     progress.note_log(1)
     found = vars(progress)
-    assert [found[f"{name}_since_log"] for name in ("loss", "weight", "empty")] == [0, 0, 0]
-    assert [found[f"{name}_total"] for name in ("loss", "weight", "empty")] == [3.0, 0.5, 1]
+    assert [found[f"{name}_since_log"] for name in ("loss", "weight")] == [0, 0]
+    assert [found[f"{name}_total"] for name in ("loss", "weight")] == [3.0, 0.5]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -150,7 +145,6 @@ def test_states_of_processes_are_averaged_for_another_number_of_processes():
     joined = found["progress"]
     assert joined["loss_total"] / joined["weight_total"] == 3.0
     assert joined["loss_since_log"] == joined["loss_total"] == 2.0
-    assert joined["empty_total"] > 0
     check_structure(joined, Progress().state_dict())  # as when the run resumes once more
     assert found["pending_gradients"] == {"a": 6.0, "b": 2.0}
 

@@ -429,7 +429,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             kwargs: "model_path", the old name of `resume_from_checkpoint`.
 
         Returns:
-            The number of updates, the mean loss over them, and the run's metrics.
+            The number of updates, the mean loss of their batches, and the run's metrics.
 
         Raises:
             ValueError: there is no training set, no set for the evaluations that are asked for, no
@@ -552,9 +552,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """Logs and returns the run's result; its speed counts only the steps since it resumed."""
         args, steps = self.args, self.state.global_step
         progress = self._progress
-        loss = self._mean_loss(
-            progress.loss_total, max(steps, 1), progress.weight_total, progress.empty_total
-        )
+        loss = self._mean_loss(progress.loss_total, progress.weight_total, steps)
         an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         metrics = speed_metrics("train", start, (steps - self._resumed_from) * an_update)
         self.store_flos()
@@ -807,12 +805,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         progress, step = self._progress, self.state.global_step
         if self.control.should_log and step > progress.logged_step:
             self._check_finite()
-            loss = self._mean_loss(
-                progress.loss_since_log,
-                step - progress.logged_step,
-                progress.weight_since_log,
-                progress.empty_since_log,
-            )
+            steps = step - progress.logged_step
+            loss = self._mean_loss(progress.loss_since_log, progress.weight_since_log, steps)
             progress.note_log(step)
             self.log({"loss": round(loss, 4), "learning_rate": self.lr_scheduler.get_last_lr()[0]})
         metrics = None

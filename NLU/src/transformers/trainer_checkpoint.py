@@ -463,7 +463,7 @@ def _listed(layout: dict[str, int], names: Iterable[str]) -> str:
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the mean of the processes' states, for resuming with another number of processes."""
     progress = dict(states[0]["progress"])
-    for counted in ("loss", "weight", "empty"):
+    for counted in ("loss", "weight"):
         for name in (f"{counted}_since_log", f"{counted}_total"):
             progress[name] = sum(state["progress"][name] for state in states) / len(states)
     # A process has none for a parameter that its own batches did not use.

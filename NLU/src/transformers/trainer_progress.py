@@ -20,9 +20,8 @@ class Progress:
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read, without those of batches
             that have no target (their loss, 0 or of PyTorch's functions nan, has no meaning).
-        weight_since_log, weight_total: the sums of these losses' weights; an update has weight 1.
-        empty_since_log, empty_total: the number of batches without a target; not whole if it is the
-            mean of several processes, see `trainer_checkpoint.py`.
+        weight_since_log, weight_total: the sums of these losses' weights; a batch that is all of an
+            update has weight 1.
         first_bad_step: the first step with a loss that is not finite, among those that have been
             read, or -1.
         flos: operations of this process that the Trainer's state does not count yet.
@@ -36,7 +35,6 @@ class Progress:
         self.has_ended, self.is_stopped = True, False
         self.loss_since_log = self.loss_total = 0.0
         self.weight_since_log = self.weight_total = 0.0
-        self.empty_since_log = self.empty_total = 0.0
         self.first_bad_step = -1
         self.flos = 0
         self.pending = PendingLosses()
@@ -60,10 +58,6 @@ class Progress:
         parts, self._parts = self._parts, []
         for (step, loss), (weight, has_target) in zip(self.pending.read(), parts, strict=True):
             if not has_target:
-                # In the last step of an epoch, a process without examples gets some with weight 0.
-                is_own = weight > 0
-                self.empty_since_log += is_own
-                self.empty_total += is_own
                 continue
             if not math.isfinite(loss) and self.first_bad_step < 0:
                 self.first_bad_step = step
@@ -74,7 +68,7 @@ class Progress:
 
     def note_log(self, step: int) -> None:
         """Resets the sums since the last log, as there is a log at this step."""
-        self.loss_since_log = self.weight_since_log = self.empty_since_log = 0.0
+        self.loss_since_log = self.weight_since_log = 0.0
         self.logged_step = step
 
     def state_dict(self) -> dict[str, Any]:

@@ -158,24 +158,20 @@ class TrainerRecords:
         when = f"step {best['step']:,}, epoch {epoch:g}"
         return [("best", f"{when}: {listed} (by {own}){kept}")]
 
-    def _mean_loss(self, total: float, steps: int, weight: float, empty: float) -> float:
-        """Returns the mean loss of updates over all processes.
+    def _mean_loss(self, total: float, weight: float, steps: int) -> float:
+        """Returns the mean loss of the batches of updates, over all processes.
 
         Batches without a target are left out, as in evaluations. If all lack one, returns nan.
 
         Args:
-            total: the sum of this process's losses, without those batches.
+            total: the sum of this process's weighted losses, without those batches.
+            weight: the sum of their weights.
             steps: the number of updates.
-            weight: the sum of the weights of the losses in `total`; an update has weight 1.
-            empty: the number of this process's batches without a target.
         """
-        args = self.args
-        own = torch.tensor([total, weight, empty], dtype=torch.float64, device=args.device)
-        total, weight, empty = sum_over_processes(own, args.world_size).tolist()
-        if not empty:
-            return total / args.world_size / steps
-        if weight:
-            return total / weight
+        own = torch.tensor([total, weight], dtype=torch.float64, device=self.args.device)
+        total, weight = sum_over_processes(own, self.args.world_size).tolist()
+        if weight or not steps:
+            return total / (weight or 1)
         # Without the warning, nan would look like a diverged training. Warns at the first log with
         # nan, and if the loss of the whole run is nan.
         logged = [record.get("loss") for record in self.state.log_history]
