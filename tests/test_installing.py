@@ -239,6 +239,23 @@ def test_another_version_of_python_than_the_environment_s_is_refused(tmp_path, m
         )
 
 
+def test_only_what_was_installed_last_is_not_installed_again(tmp_path):
+    """The environment's Python is a script that notes the first of the files that it installs."""
+    script, python = tmp_path / "utils/make_environment.sh", tmp_path / ".venv/bin/python"
+    files = [tmp_path / name for name in ("constraints.txt", "setup.py", "NLU/setup.py")]
+    files += [tmp_path / folder / "requirements.txt" for folder in ("NLG", "utils", "docs")]
+    for path in (script, python, *files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    shutil.copy(ROOT / "utils" / script.name, script)
+    python.write_text('#!/bin/sh\n[ "$1" = -m ] && cat constraints.txt >>noted.txt\nexit 0\n')
+    python.chmod(0o755)
+    for version, more in (("1", "--with-tests"), ("1", ""), ("2", ""), ("2", ""), ("1", "")):
+        files[0].write_text(version)
+        subprocess.run(["bash", script, *more.split()], check=True, capture_output=True)
+    assert (tmp_path / "noted.txt").read_text() == "121"
+
+
 def test_the_fork_requires_this_version_of_loralib():
     needed = re.search(r'"loralib>=(.+?)"', (ROOT / "NLU/setup.py").read_text(encoding="utf-8"))[1]
     assert needed == version_of("setup.py")

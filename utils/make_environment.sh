@@ -83,7 +83,7 @@ if [ ! -x .venv/bin/python ]; then
     fi
 fi
 
-# What was installed, and from which files: the same again means there is nothing to do.
+# What was installed last, and from which files: the same again means there is nothing to do.
 files=$(cat constraints.txt setup.py NLU/setup.py {NLG,utils,docs}/requirements.txt | cksum)
 state="${packages[*]} $files"
 stamp=.venv/installed
@@ -94,5 +94,5 @@ if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
     [ -t 1 ] || options+=(--quiet)
     .venv/bin/python -m pip install "${options[@]}" \
         -c constraints.txt "${packages[@]}"
-    printf '%s\n' "$state" "${project[*]} $files" >>"$stamp"
+    printf '%s\n' "$state" "${project[*]} $files" >"$stamp"
 fi
