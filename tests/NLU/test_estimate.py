@@ -59,6 +59,9 @@ SHAPES = {
 }
 
 
+ROWS, PADDED = [100, 90, 12, 3], [40] * 8
+
+
 def classifier(config):
     model = AutoModelForSequenceClassification.from_config(config)
     if model.adapted_by:
@@ -75,11 +78,15 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[100, 90, 12, 3], [40] * 8], ids=["rows", "padded"])
 @pytest.mark.parametrize(
-    ("shape", "half"),
-    [*((shape, False) for shape in SHAPES), ("roberta with LoRA", True), ("R-Drop", True)],
+    ("shape", "half", "lengths"),
+    [
+        *((shape, False, ROWS) for shape in SHAPES if shape != "roberta with LoRA"),
+        ("roberta with LoRA", True, ROWS),
+        ("R-Drop", True, PADDED),
+        ("recomputed", False, PADDED),
+        ("deberta with LoRA", False, PADDED),
+    ],
 )
 def test_memory_is_what_a_step_takes(tmp_path, shape, half, lengths):
     """Within a tenth of what PyTorch's allocator held, except for buffers inside of operations."""
