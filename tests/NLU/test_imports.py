@@ -4,11 +4,11 @@ import ast
 import importlib
 import inspect
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+from launches import fork_server
 
 import transformers
 from transformers import activations
@@ -21,12 +21,14 @@ LIST_MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
 def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    """Runs code in a process in which nothing but PyTorch has been imported."""
+    return fork_server("torch").run(["-c", code], os.environ, 60)
 
 
 def modules_after(statement):
-    """The names in `sys.modules` once a new interpreter has run a statement."""
-    return set(json.loads(run_python(f"{statement}\n{LIST_MODULES}").stdout.splitlines()[-1]))
+    """The names in `sys.modules` once such a process has run a statement."""
+    done = run_python(f"{statement}\n{LIST_MODULES}")
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def imports_for_type_checkers():
@@ -107,12 +109,10 @@ PATHS = [
 
 
 @pytest.mark.slow
-def test_submodules_are_attributes_of_the_package():
-    """Each in a process of its own, in which nothing but the package has been imported."""
-    show = "if os.fork() == 0:\n    print(transformers.{}.__name__, flush=True)\n    os._exit(0)"
-    lines = [f"{show.format(path)}\nos.wait()" for path in PATHS]
-    done = run_python("\n".join(["import os, torch, transformers", *lines]))
-    assert done.stdout.split() == [path.rpartition(".")[2] for path in PATHS], done.stderr
+@pytest.mark.parametrize("path", PATHS)
+def test_submodules_are_attributes_of_the_package(path):
+    done = run_python(f"import transformers; print(transformers.{path}.__name__)")
+    assert done.stdout == f"{path.rpartition('.')[2]}\n", done.stderr
 
 
 # ---- what is imported, and when ----
@@ -131,7 +131,7 @@ def test_importing_the_package_registers_its_families():
     """Their adapters are then recognized, whatever else has been imported."""
     code = "import transformers; from loralib.adapters.families import registered; "
     code += "print([family.name for family in registered()])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code)
     assert done.stdout == "['roberta', 'deberta-v2']\n", done.stderr
 
 

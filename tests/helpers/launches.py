@@ -24,6 +24,8 @@ IMPORTS = {
     "NLU": (*THIRD_PARTY, "loralib.training.ddp", "datasets", "transformers.trainer"),
     # For any copy of the project, whose own modules are not imported.
     "others": (*THIRD_PARTY, "datasets", "safetensors.torch", "tokenizers", "matplotlib.pyplot"),
+    # For imports of the project itself.
+    "torch": ("torch",),
     # For runs that import the hub's library themselves, which then reads its address and switches.
     "hub": ("torch", "safetensors.torch", "tokenizers", "pyarrow.parquet", "pandas"),
 }

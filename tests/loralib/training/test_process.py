@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import ForkServer
 
 import loralib.training.process as process_module
 from loralib.errors import CheckpointError, TrainingError
@@ -312,25 +313,44 @@ SCRIPTS = (
 # Installed libraries that are slow to import.
 HEAVY = {"datasets", "pandas", "pyarrow", "scipy", "sklearn", "sympy", "torch._dynamo"}
 
+HELP = """
+import builtins, contextlib, gc, io, runpy, sys
+
+real, collected, frozen = builtins.__import__, [], gc.get_freeze_count()
+
+def noting(name, *more, **others):
+    if name == "torch":
+        collected.append(gc.isenabled())
+    return real(name, *more, **others)
+
+builtins.__import__ = noting
+sys.path.insert(0, {folder!r})
+sys.argv = ["", "--help"]
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+    runpy.run_path({path!r}, run_name="__main__")
+print(collected[0], gc.get_freeze_count() > frozen, gc.isenabled(), out.getvalue()[:7])
+print(*sorted({heavy} & sys.modules.keys()))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_docstrings():
+    """A process whose forks have PyTorch and, as under Python -OO, no docstrings."""
+    server = ForkServer("torch", environment={**os.environ, "PYTHONOPTIMIZE": "2"})
+    yield server
+    server.close()
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_needs_pytorch_without_the_collector_and_neither_docstrings_nor_heavy_imports(script):
-    """The collector is on again when they begin to work. Python -OO leaves docstrings out."""
+def test_help_needs_pytorch_without_the_collector_and_neither_docstrings_nor_heavy_imports(
+    without_docstrings, script
+):
+    """The collector is off when they import PyTorch, and on again when they begin to work."""
     path = ROOT / script
-    code = (
-        "import contextlib, gc, io, runpy, sys\n"
-        f"sys.path.insert(0, {str(path.parent)!r})\n"
-        f"sys.argv = [{path.name!r}, '--help']\n"
-        "with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
-        f"    runpy.run_path({str(path)!r}, run_name='__main__')\n"
-        "full = gc.get_stats()[2]['collections']\n"
-        "print('torch' in sys.modules, full, gc.get_freeze_count() > 10**5, gc.isenabled())\n"
-        "print(out.getvalue()[:7])\n"
-        f"print(*sorted({HEAVY} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "0", "True", "True", "usage:"], done.stderr
+    code = HELP.format(folder=str(path.parent), path=str(path), heavy=HEAVY)
+    done = without_docstrings.run(["-c", code], os.environ, 60)
+    assert done.stdout.split() == ["False", "True", "True", "usage:"], done.stderr
 
 
 INTERRUPTED = """
