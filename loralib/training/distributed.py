@@ -78,7 +78,7 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
             timeout=timedelta(seconds=_COLLECTIVES * timeout),
             device_id=device if on_gpu else None,
         )
-    except (RuntimeError, TimeoutError) as error:
+    except RuntimeError as error:
         raise TrainingError(
             f"the {world_size} processes of the run could not join ({first_line(error)})"
         ) from error

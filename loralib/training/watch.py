@@ -65,7 +65,7 @@ class Watch(threading.Thread):
         while not self.stopped.wait(self.interval):
             try:
                 self.look()
-            except (RuntimeError, TimeoutError) as error:
+            except RuntimeError as error:
                 if not self.stopped.is_set():
                     # The store is on the first host; without a launcher, in the first process.
                     self.end(

@@ -27,6 +27,8 @@ class Watched:
             for n in range(count)
         ]
         for watch in self.watches:
+            assert watch.daemon
+            assert watch.interval == timeout / 10
             watch.interval = 0.01  # real seconds that a process waits before it ends silently
 
     def pass_time(self, seconds, working=(), alive=None):
