@@ -16,8 +16,8 @@ where an element is kept: PyTorch vectorizes arithmetic on integers on CPUs, but
 such a mask can be combined with the bits of a floating-point number by a bitwise and.
 
 The random numbers come from PyTorch's default CPU generator, so `torch.manual_seed` and
-`torch.get_rng_state` reproduce them. On other devices, for nested tensors, and under
-`torch.compile`, PyTorch's own dropout is used.
+`torch.get_rng_state` reproduce them. On other devices, for nested tensors, and in graphs of
+`torch.compile` or `torch.jit.trace`, PyTorch's own dropout is used.
 """
 
 import math
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .bits import bits_of, integer_of
-from .fast_paths import are_fast_paths_off, is_transformed
+from .fast_paths import are_eager_paths_on
 
 _VALUES = 2**16  # p is rounded to a multiple of 1 / _VALUES
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -134,9 +134,9 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
             "other numbers: use lora_dropout=0"
         )
     fast = is_on_cpu and x.dtype in _DTYPES and p < 1 and not x.is_nested
-    if not fast or are_fast_paths_off() or torch.compiler.is_compiling() or is_transformed(x):
-        return F.dropout(x, p)
-    return _ApplyMask.apply(x, keep_mask(x.shape, p), p)
+    if fast and are_eager_paths_on(x):
+        return _ApplyMask.apply(x, keep_mask(x.shape, p), p)
+    return F.dropout(x, p)
 
 
 class Dropout(nn.Dropout):
