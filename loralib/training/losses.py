@@ -25,8 +25,8 @@ class PendingLosses:
         self.last = math.nan
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Adds the loss of a step, a tensor of one number."""
-        self._held.append((step, loss.detach()))
+        """Adds the loss of a step, a tensor of one number, of any shape."""
+        self._held.append((step, loss.detach().reshape(())))
 
     @property
     def are_due(self) -> bool:

@@ -59,8 +59,9 @@ def test_a_loss_that_is_held_does_not_hold_its_graph():
     assert losses.read() == [(1, 1.0)]
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_loss_of_any_dtype_is_read_exactly(dtype):
+def test_a_loss_of_any_dtype_and_shape_is_read_exactly(dtype, shape):
     losses = PendingLosses()
-    losses.add(1, torch.tensor(0.1, dtype=dtype))
+    losses.add(1, torch.full(shape, 0.1, dtype=dtype))
     assert losses.read() == [(1, float(torch.tensor(0.1, dtype=dtype)))]
