@@ -1,6 +1,5 @@
 """Times beam search on upstream's GPT-2, in the environment of requirements-peers.txt."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,9 +9,6 @@ from torch import Tensor
 from upstream import versions
 
 from transformers import GPT2Config, GPT2LMHeadModel
-
-# A batch -> the texts of its prompts.
-Search = Callable[[Batch], list[list[int]]]
 
 
 def make_step(plan: dict) -> Step:
