@@ -181,7 +181,7 @@ def test_best_ppl_is_the_lowest_perplexity_so_far(tiny, read_metrics, tmp_path):
 def test_two_processes_train_on_the_mean_gradient(launch, trial, compare, tmp_path):
     more = "--grad_acc 2 --clip 0.5 --label_smooth 0.1 --lr 0.01 --max_epoch 2 --eval_interval 3"
     argv = trial.flags(tmp_path / "run", *more.split())
-    result = launch("torch.distributed.launch", SCRIPT, *argv)
+    result = launch("torch.distributed.launch", SCRIPT, *argv, forks=True)
     assert result.returncode == 0, result.stderr
     compare(trial, argv, world_size=2)
     # Only one process logs.

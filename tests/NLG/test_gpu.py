@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -283,8 +282,9 @@ def test_communication_of_a_single_process():
 
 
 WORKER = """
-import argparse, json
+import argparse, json, sys
 import torch
+sys.path.insert(0, {source!r})
 from gpu import add_gpu_params, start
 from script import run
 from loralib.training.distributed import (
@@ -304,7 +304,7 @@ def main():
     first = gather_on_first(env.rank, env.rank, env.world_size)
     shared = torch.arange(6.0).reshape(2, 3).t() * (1 - env.rank)  # its values do not lie in order
     share_tensors([shared], env.world_size)
-    with open(f"{args.out}/{env.rank}.json", "w") as file:
+    with open(f"{{args.out}}/{{env.rank}}.json", "w") as file:
         json.dump([found, value.tolist(), first, shared.tolist()], file)
 
 run(main)
@@ -313,23 +313,12 @@ run(main)
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["launch", "run"])
-def test_two_processes(launcher, tmp_path):
+def test_two_processes(launch, launcher, tmp_path):
     """They are started by the launcher in the release's README, and by its successor."""
-    (tmp_path / "worker.py").write_text(WORKER)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = ["-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--master_port", port]
-    worker = [tmp_path / "worker.py", "--out", tmp_path, "--world_size", 2]
-    source = Path(gpu.__file__).parent
-    path = os.pathsep.join(map(str, (source, source.parents[1])))
-    result = subprocess.run(
-        [sys.executable, *map(str, [*command, *worker])],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(source=str(Path(gpu.__file__).parent)))
+    flags = ["--out", tmp_path, "--world_size", 2]
+    result = launch(f"torch.distributed.{launcher}", worker, *flags, forks=True)
     assert result.returncode == 0, result.stderr
     everyone = [[rank, rank, "cpu", [3.0, 30.0]] for rank in (0, 1)]
     for rank in (0, 1):

@@ -165,7 +165,8 @@ def test_a_run_killed_in_any_step_ends_bit_exact(
     expected, last = result_of(whole), len(resumed_steps)
     assert last >= 8
     repeated = 0
-    for step in range(1, last + 1):
+    # What a kill leaves depends on the step, and not on what is trained.
+    for step in range(last, 0, -1 if name == "lora" else -3):
         work_dir = tmp_path / f"killed-in-{step}"
         argv = arguments(tiny, name, work_dir)
         run_until(argv, STEP, step, monkeypatch)
@@ -208,7 +209,7 @@ def test_a_run_killed_between_steps_ends_bit_exact(
 def test_a_killed_process_can_be_resumed(
     trial, one_process, tmp_path, error_of, files_of, result_of
 ):
-    more = "--max_epoch 20 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
+    more = "--max_epoch 12 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     argv = trial.flags(killed, *more.split())
     printed = [tmp_path / name for name in ("stdout", "stderr")]

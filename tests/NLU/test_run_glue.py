@@ -558,7 +558,7 @@ def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(
     monkeypatch.chdir(tmp_path)
 
     def arguments(out):
-        long = [*on_rte(tiny_glue, out), "--max_steps", 150, "--save_steps", 5]
+        long = [*on_rte(tiny_glue, out), "--max_steps", 60, "--save_steps", 5]
         return list(map(str, [*common(tiny_base), *long, "--save_total_limit", 2]))
 
     printed = [tmp_path / name for name in ("stdout", "stderr")]

@@ -19,18 +19,17 @@ pytestmark = pytest.mark.slow
 
 CASES = [
     ("ner", "tiny_base"),
-    ("ner", "tiny_deberta_base"),
-    ("qa", "tiny_base"),
     ("qa", "tiny_deberta_base"),
     ("swag", "tiny_base"),
 ]
 # The score that shows that a task was learned, and its least value, far above chance.
 SCORES = {"ner": ("eval_f1", 0.75), "qa": ("eval_f1", 75.0), "swag": ("eval_accuracy", 0.75)}
-# Each of eight seeds learned with these: other processors draw and round differently.
+# Each of eight seeds learned with these: other processors draw and round differently. A checkpoint
+# is written in the middle of the last epoch but two.
 LEARNING = {
-    "ner": "--num_train_epochs 20",
-    "qa": "--num_train_epochs 12",
-    "swag": "--num_train_epochs 24 --learning_rate 4e-3",
+    "ner": "--num_train_epochs 20 --save_steps 140",
+    "qa": "--num_train_epochs 12 --save_steps 76",
+    "swag": "--num_train_epochs 24 --save_steps 172 --learning_rate 4e-3",
 }
 PREDICTED = {
     "ner": ["test_predictions.txt"],
@@ -133,7 +132,8 @@ def test_base_and_adapter_evaluate_as_the_trained_model(learned, call, request, 
 @pytest.mark.parametrize(("task", "base"), CASES)
 def test_a_run_is_resumed_to_the_same_bits(learned, call, request, tmp_path, task, base):
     out, flags = learned(task, base)
-    shutil.copytree(out / "checkpoint-60", tmp_path / "resumed" / "checkpoint-60")
+    (checkpoint,) = out.glob("checkpoint-*")
+    shutil.copytree(checkpoint, tmp_path / "resumed" / checkpoint.name)
     resumed = call(task, "resumed", *flags, base=request.getfixturevalue(base))
     assert_same_bits(lora_of(resumed), lora_of(out))
     assert results(resumed) == results(out)
