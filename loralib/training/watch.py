@@ -82,8 +82,8 @@ class Watch(threading.Thread):
         for other in self.seen:
             self._read(other, now)
         hanging = self._hanging(now)
-        # The first process that does not hang, if there is one, reports it. The others end without a
-        # message, a moment later, in case that one hangs after all.
+        # The first process that does not hang, if there is one, reports it. The others end without
+        # a message, a moment later, in case that one hangs after all.
         if hanging:
             speakers = [other for other in self.seen if other not in hanging]
             if self.rank == min(speakers or self.seen):
