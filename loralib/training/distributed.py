@@ -189,7 +189,7 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
     """Returns an interface's IPv4 address; None if it has none."""
     import fcntl
 
-    request = struct.pack("256s", interface.encode()[:15])
+    request = struct.pack("256s", interface.encode())
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
     except OSError:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
+from ..errors import TrainingError, UnsupportedLayerError
 from ..io.atomic import DISK_FULL
 from ..io.console import ConsoleHandler, say
 from ..io.elastic_error import tell_launcher
@@ -219,10 +219,9 @@ def _end_with(error: Exception, report: Callable[[str], None]) -> NoReturn:
 
 def _expected_errors() -> tuple[type[Exception], ...]:
     """Returns the errors that a user can fix, including PyTorch's own if that is imported."""
-    ours = (CheckpointError, TrainingError, UnsupportedLayerError)
     torch = sys.modules.get("torch")
     of_torch = (torch.OutOfMemoryError,) if torch else ()
-    return (*ours, OSError, ValueError, MemoryError, *of_torch)
+    return (TrainingError, UnsupportedLayerError, OSError, ValueError, MemoryError, *of_torch)
 
 
 def _is_in_group() -> bool:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 import torch
 from launches import ForkServer
 
 import loralib.training.process as process_module
-from loralib.errors import CheckpointError, TrainingError
+from loralib.errors import CheckpointError, TrainingError, UnsupportedLayerError
 from loralib.training import watch
 from loralib.training.launcher_env import rank
 from loralib.training.process import HEAD_START, run, without_collector
@@ -40,7 +41,10 @@ def test_a_script_that_succeeds_reports_nothing(lines):
 
 @pytest.mark.parametrize(
     "kind",
-    [CheckpointError, TrainingError, ValueError, FileNotFoundError, torch.OutOfMemoryError],
+    [
+        *(CheckpointError, TrainingError, UnsupportedLayerError, ValueError, FileNotFoundError),
+        torch.OutOfMemoryError,
+    ],
 )
 def test_an_error_is_one_line(kind, lines, monkeypatch):
     def main():
@@ -89,9 +93,15 @@ def test_an_error_names_its_process_if_it_is_not_the_main_one(lines, monkeypatch
     assert waits == [(HEAD_START, 1)]
 
 
-def test_an_unexpected_error_keeps_its_traceback(lines):
-    with pytest.raises(ZeroDivisionError):
-        run(lambda: 1 / 0, lines.append)
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("timed out")])
+def test_an_unexpected_error_keeps_its_traceback(lines, error):
+    """Such as one that a collective could raise, in a process without others."""
+
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)):
+        run(fail, lines.append)
     assert lines == []
 
 
@@ -105,6 +115,7 @@ NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
     [
         ("[pair.cc:537] Read error [10.0.0.1]:49818: Connection reset by peer. GLHF!", GONE),
         ("[pair.cc:553] Connection closed by peer [127.0.0.1]:56552.", GONE),
+        ("[pair.cc:451] writev [127.0.0.1]:56552: Broken pipe", GONE),
         (NCCL + "remote process exited or there was a network error, NCCL version 2.27.5", GONE),
         (NCCL + "socketProgress: Connection closed by remote peer host<49818>", GONE),
         ("NCCL communicator was aborted on rank 1. ", GONE),
@@ -132,7 +143,10 @@ def test_an_error_of_a_collective_says_what_happened_to_the_others(
     assert f"error: {reported}" in lines[0]
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("connection reset by peer")])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad"), RuntimeError("connection reset by peer"), KeyboardInterrupt()],
+)
 def test_a_process_with_an_error_stops_watching_first(lines, monkeypatch, error):
     """Otherwise the watch could end it, with the others, before it has reported its error."""
 
@@ -151,10 +165,11 @@ def test_a_process_with_an_error_stops_watching_first(lines, monkeypatch, error)
     assert len(lines) == 1
 
 
-def test_an_interrupt_is_one_line_and_status_130(lines):
+def test_an_interrupt_is_one_line_and_status_130(lines, monkeypatch):
     def main():
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(SystemExit) as ended:
         run(main, lines.append)
     assert ended.value.code == 130
@@ -170,7 +185,8 @@ def test_another_process_than_the_main_one_waits_before_it_reports_an_interrupt(
 
     waits = []
     monkeypatch.setattr(time, "sleep", lambda seconds: waits.append((seconds, len(lines))))
-    monkeypatch.setenv("RANK", "3")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
     with pytest.raises(SystemExit):
         run(main, lines.append)
     assert lines == ["script.py: interrupted (process 3)"]
@@ -193,12 +209,11 @@ def test_an_interrupt_under_a_launcher_is_one_line_per_machine(
     of_launcher = {"TORCHELASTIC_RUN_ID": "none", "RANK": number, "LOCAL_RANK": local}
     for name, value in of_launcher.items():
         monkeypatch.setenv(name, value)
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
         run(main, lines.append)
     assert ended.value.code == 130
     assert lines == [f"script.py: interrupted{which}" for which in reported]
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_another_broken_pipe_is_an_error(lines):
@@ -213,9 +228,15 @@ def test_another_broken_pipe_is_an_error(lines):
 def test_the_message_says_if_a_file_is_where_a_folder_is_needed(tmp_path):
     """The system's text is only "File exists". An error with nothing but a text keeps it."""
     (tmp_path / "file").touch()
-    for name, reason in (("file", "is a file, where a folder is needed"), ("", "File exists")):
-        error = FileExistsError(17, "File exists", str(tmp_path / name))
+    for name, number, reason in (
+        ("file", errno.EEXIST, "is a file, where a folder is needed"),
+        ("file", errno.EACCES, os.strerror(errno.EACCES)),
+        ("", errno.EEXIST, os.strerror(errno.EEXIST)),
+    ):
+        error = OSError(number, os.strerror(number), str(tmp_path / name))
         assert process_module.error_in_words(error) == f"{tmp_path / name}: {reason}"
+    page = URLError("refused", "https://page")
+    assert process_module.error_in_words(page) == "<urlopen error refused>"
     assert process_module.error_in_words(OSError("cut off")) == "cut off"
     full = OSError(errno.ENOSPC, "No space left on device")
     assert process_module.error_in_words(full).startswith(f"{full.strerror}: df shows which disk")
