@@ -269,22 +269,20 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) 
         name = store.get(f"answer/{own}").decode()
         store.set(f"confirmed/{name}/{rank}", str(world_size))
         return name
-    missing, answered, end = set(range(1, world_size)), set(), time.monotonic() + timeout
+    missing, end = set(range(1, world_size)), time.monotonic() + timeout
     while missing:
+        if time.monotonic() > end:
+            listed = ", ".join(map(str, sorted(missing)))
+            raise TrainingError(
+                f"of {world_size} processes, {listed} did not join within {timeout:g} s"
+            )
         for other in sorted(missing):
             if store.check([f"confirmed/{own}/{other}"]):
                 missing.discard(other)
                 _check_same_size(other, int(store.get(f"confirmed/{own}/{other}")), world_size)
             elif store.check([f"hello/{other}"]):
                 hello = store.get(f"hello/{other}").decode()
-                if hello not in answered:
-                    store.set(f"answer/{hello}", own)
-                    answered.add(hello)
-        if missing and time.monotonic() > end:
-            listed = ", ".join(map(str, sorted(missing)))
-            raise TrainingError(
-                f"of {world_size} processes, {listed} did not join within {timeout:g} s"
-            )
+                store.set(f"answer/{hello}", own)
         time.sleep(0.01)
     return own
 
