@@ -436,7 +436,7 @@ def test_settings_for_this_package_s_models_alone_are_errors(make, settings, mes
 def test_a_model_that_returns_no_loss_is_an_error(make, monkeypatch, returned):
     model = Net()
     monkeypatch.setattr(Net, "forward", lambda self, x, labels=None: returned)
-    with pytest.raises(TrainingError, match="the model returned no loss: with labels, its forward"):
+    with pytest.raises(TrainingError, match="no loss for a batch of x, labels: with labels, its"):
         make(model).train()
 
 

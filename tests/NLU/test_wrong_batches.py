@@ -30,8 +30,18 @@ IDS = torch.tensor([[0, 5, 6, 2]])
             IndexError,
             "token_type_ids has 1, but the model has embeddings of 0 to 0: leave them out",
         ),
+        (
+            {"input_ids": IDS, "labels": torch.tensor([2])},
+            ValueError,
+            "a label is 2, but the model takes whole numbers from 0 to 1: give a classifier of",
+        ),
+        ({"input_ids": IDS, "labels": torch.tensor([-1])}, ValueError, "a label is -1, but the"),
+        ({"input_ids": IDS, "labels": torch.rand(1)}, ValueError, "labels are float32, but the"),
     ],
-    ids=["row", "3d", "list", "encoding", "row of embeddings", "new", "negative", "types"],
+    ids=[
+        *("row", "3d", "list", "encoding", "row of embeddings", "new", "negative", "types"),
+        *("label", "negative label", "score"),
+    ],
 )
 def test_a_wrong_batch_is_named(arguments, error, message):
     model = make(RobertaForSequenceClassification)

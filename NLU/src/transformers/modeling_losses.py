@@ -21,6 +21,9 @@ def classification_loss(
         logits: (batch, labels).
         labels: (batch,), classes or scores.
         packed_rows: the batch's rows. A row that was added to them (`is_filled`) does not count.
+
+    Raises:
+        ValueError: a label is not the number of a class.
     """
     labels = labels.flatten()
     if packed_rows is not None and packed_rows.is_filled:
@@ -28,7 +31,7 @@ def classification_loss(
     logits = at_least_float32(logits)
     if logits.shape[-1] == 1:
         return F.mse_loss(logits.squeeze(-1), labels.to(logits.dtype))
-    return F.cross_entropy(logits, labels)
+    return _cross_entropy(logits, labels, "mean")
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -37,10 +40,31 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         logits: (rows, classes).
         labels: (rows,).
+
+    Raises:
+        ValueError: a label is not the number of a class.
     """
-    logits = at_least_float32(logits)
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    loss = _cross_entropy(at_least_float32(logits), labels, "sum")
     return loss / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Returns the cross-entropy; on a CPU, its errors about labels say which there can be."""
+    try:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction=reduction)
+    except (IndexError, RuntimeError) as error:
+        last = logits.shape[-1] - 1
+        is_wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels > last))
+        if labels.is_floating_point():
+            found = f"labels are {labels.dtype}".replace("torch.", "")
+        elif is_wrong.any():
+            found = f"a label is {labels[is_wrong][0]}"
+        else:
+            raise
+        raise ValueError(
+            f"{found}, but the model takes whole numbers from 0 to {last}: give a classifier of "
+            "other labels their number as num_labels (1 for scores)"
+        ) from error
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

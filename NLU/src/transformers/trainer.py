@@ -754,7 +754,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             loss = self.label_smoother(outputs, inputs[name])
         else:
             outputs = model(**inputs)
-            loss = loss_of(outputs)
+            loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
     def _smooths(self, inputs: dict[str, Any]) -> bool:

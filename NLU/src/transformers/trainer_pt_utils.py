@@ -441,8 +441,12 @@ def has_targets(inputs: Any) -> bool | Tensor:
     return (labels != IGNORED_LABEL).any()
 
 
-def loss_of(outputs: Any) -> Tensor:
+def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Returns the loss among a model's outputs: a dict's "loss" or a tuple's first item.
+
+    Args:
+        outputs: the model's outputs.
+        inputs: the batch, whose tensors' names are in the error.
 
     Raises:
         TrainingError: there is no loss, or it is not one number.
@@ -453,9 +457,10 @@ def loss_of(outputs: Any) -> Tensor:
     elif isinstance(outputs, tuple | list) and outputs:
         loss = outputs[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
+        names = ", ".join(name for name, value in inputs.items() if isinstance(value, Tensor))
         raise TrainingError(
-            "the model returned no loss: with labels, its forward has to give one number, as "
-            "'loss' in a dict or as a tuple's first item"
+            f"the model returned no loss for a batch of {names}: with labels, its forward has to "
+            "give one number, as 'loss' in a dict or as a tuple's first item"
         )
     return loss.reshape(())
 
