@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from covering import covering
 
 import beam
 import loralib as lora
@@ -134,11 +135,10 @@ def first_is_fast(*values):
     return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
 
 
-@pytest.mark.parametrize("beams", first_is_fast(5, 1, 10))
-@pytest.mark.parametrize("ngram", first_is_fast(0, 2, 4))
-@pytest.mark.parametrize("repetition", first_is_fast(1, 1.3))
-@pytest.mark.parametrize("min_length", first_is_fast(0, 5))
-@pytest.mark.parametrize("ends", first_is_fast((STOP, BLANK), (STOP,)))
+@pytest.mark.parametrize(
+    ("beams", "ngram", "repetition", "min_length", "ends"),
+    covering((5, 1, 10), (0, 2, 4), (1, 1.3), (0, 5), ((STOP, BLANK), (STOP,))),
+)
 def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, ends):
     settings = BeamSettings(beams, 12, 1, ngram, repetition, min_length, ends)
     prompts = PROMPTS[:3]

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
+from covering import covering
 from encoder_options import ENCODER_TERMS
 
 import loralib as lora
@@ -120,7 +121,10 @@ def task(make_classifier, family):
     return Task(make_classifier, family)
 
 
-@pytest.fixture(params=["rows", "padded", "holes", "left"])
+PATHS = ("rows", "padded", "holes", "left")
+
+
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     """The path of attention, or padding that not every path takes: "holes" and "left"."""
     cheap = request.param != "rows"
@@ -174,7 +178,9 @@ def mixed_logits(bank, model, names, batch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    ("name", "family", "path"), covering(TRAINED, FAMILIES, PATHS), indirect=["family", "path"]
+)
 def test_one_adapter_gives_its_own_model_s_logits(task, name, path):
     """On DeBERTa, whether LoRA reaches positions or not."""
     bank, batch = task.bank(name), make_batch(4, path)
@@ -223,7 +229,9 @@ def test_heads_are_whole_modules(task):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("names", MIXES)
+@pytest.mark.parametrize(
+    ("names", "family", "path"), covering(MIXES, FAMILIES, PATHS), indirect=["family", "path"]
+)
 def test_a_mixed_batch_gives_each_row_the_logits_of_its_adapter(task, names, path):
     bank, batch = task.bank(), make_batch(len(names), path)
     expected = row_by_row(bank, task.base, names, batch)
@@ -231,10 +239,13 @@ def test_a_mixed_batch_gives_each_row_the_logits_of_its_adapter(task, names, pat
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("names", ["ba", "abcde", "dcccbad"])
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    ("names", "variant", "path"),
+    covering(["ba", "abcde", "dcccbad"], VARIANTS, PATHS),
+    indirect=["path"],
+)
 def test_mixed_batches_in_all_configurations_of_deberta(make_classifier, variant, names, path):
-    task = Task(make_classifier, "deberta", **variant)
+    task = Task(make_classifier, "deberta", **VARIANTS[variant])
     bank, batch = task.bank(), make_batch(len(names), path)
     expected = row_by_row(bank, task.base, names, batch)
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
@@ -256,8 +267,8 @@ def test_gradients_of_a_mixed_batch_are_the_plain_paths(make_classifier, variant
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("names", ["bacb", "eedaae"])
-def test_mixed_batches_in_bfloat16(make_classifier, family, names, path):
+def test_mixed_batches_in_bfloat16(make_classifier, family, path):
+    names = "eedaae"
     task = Task(make_classifier, family, torch.float32)
     bank, batch = task.bank(), make_batch(len(names), path)
     exact = row_by_row(bank, task.base, names, batch)
@@ -270,8 +281,8 @@ def test_mixed_batches_in_bfloat16(make_classifier, family, names, path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("names", ["bacb", "dcccbad"])
-def test_hidden_states_of_mixed_batches(task, names, path):
+def test_hidden_states_of_mixed_batches(task, path):
+    names = "dcccbad"
     bank, batch = task.bank(), make_batch(len(names), path)
     with bank.use(list(names)):
         mixed = task.base(**batch, output_hidden_states=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
+from covering import covering
 from deberta_cases import (
     CASES,
     INPUTS,
@@ -159,10 +160,9 @@ ADAPTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
-@pytest.mark.parametrize("variant", LITERAL)
-@pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
-def test_losses_and_gradients_are_the_literal_formulas(is_off, variant, adapted, path):
+@pytest.mark.parametrize(("variant", "kind", "is_off"), covering(LITERAL, ADAPTED, (True, False)))
+def test_losses_and_gradients_are_the_literal_formulas(variant, kind, is_off, path):
+    adapted = ADAPTED[kind]
     settings = {**adapted, **NO_DROPOUT, **LITERAL[variant]}
     model = build("classifier", variant, **settings).double()
     reference = copy.deepcopy(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from any_models import TARGETS, AnyModel, ids
+from covering import covering
 from torch import nn
 
 import loralib as lora
@@ -54,9 +55,9 @@ def bits(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("initialization", INITIALIZATIONS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(
+    ("kind", "variant", "initialization"), covering(TARGETS, VARIANTS, INITIALIZATIONS)
+)
 def test_a_model_is_adapted_changed_merged_and_restored(model, kind, variant, initialization):
     # Frozen, as after `remove_lora`: PyTorch chooses other kernels if nothing is trained.
     model.requires_grad_(False)

@@ -1,12 +1,12 @@
 """Tests of saving adapters of any model in every format, and loading them into a plain copy."""
 
 import copy
-import itertools
 
 import pytest
 import torch
 from adapted_models import CASES, run_suggested_save
 from compare import assert_same_bits
+from covering import covering
 from torch import nn
 
 import loralib as lora
@@ -18,12 +18,7 @@ pytestmark = pytest.mark.slow
 
 VARIANTS = ("lora", "rslora", "dora", "rslora+dora")
 INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
-KINDS = [
-    *((variant, "default") for variant in VARIANTS),
-    *(("lora", initialization) for initialization in INITIALIZATIONS[1:]),
-    ("rslora+dora", "pissa"),
-]
-TABLE = [(name, *kind) for name, kind in itertools.product(CASES, KINDS)]
+TABLE = covering(CASES, VARIANTS, INITIALIZATIONS)
 
 
 def close(ours, theirs):

@@ -931,12 +931,12 @@ for writer in (test_atomic.write_safetensors, test_atomic.write_bin, test_atomic
 def test_every_process_writes_the_same_bytes(tmp_path):
     script = IN_A_PROCESS.format(path=[str(Path(__file__).parent)])
     contents = []
-    for name in ("one", "two", "three"):
+    for name in ("one", "two"):
         folder = tmp_path / name
         folder.mkdir()
         subprocess.run([sys.executable, "-c", script, str(folder)], check=True)
         contents.append([(folder / f).read_bytes() for f in ("x.safetensors", "x.bin", "x.pt")])
-    assert contents[0] == contents[1] == contents[2]
+    assert contents[0] == contents[1]
 
 
 def test_a_torch_files_content_does_not_depend_on_its_name(tmp_path):
