@@ -27,6 +27,11 @@ for _name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORME
     del os.environ[_name]
 os.environ["HF_HOME"] = _HOME.name
 os.environ["XDG_CACHE_HOME"] = _HOME.name
+if "LORA_TESTS" not in os.environ:  # not a worker of pytest-xdist
+    # A folder for all of its workers, and a pipe that ends with this process; see SharedForkServer.
+    os.environ["LORA_TESTS"] = _HOME.name
+    os.mkfifo(f"{_HOME.name}/alive")
+    _ALIVE = os.open(f"{_HOME.name}/alive", os.O_RDWR)
 # Tests are small: more threads only wait for each other, above all with several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Background jobs of shell scripts ignore SIGINT. Processes that tests interrupt must not.

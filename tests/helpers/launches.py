@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 KILLED = Path(__file__).with_name("killed_run.py")
 FORKED = Path(__file__).with_name("forked_processes.py")
@@ -65,16 +66,24 @@ class ForkServer:
 
     def __init__(self, name: str, *under: str, environment: Mapping[str, str] | None = None):
         self._folder = tempfile.mkdtemp(prefix="forks-")
-        self._path = os.path.join(self._folder, "socket")
+        self._start_process(name, under, environment, subprocess.PIPE)
+        atexit.register(self.close)
+
+    def _start_process(
+        self, name: str, under: Sequence[str], environment: Mapping[str, str] | None, stdin: Any
+    ) -> None:
         self.process = subprocess.Popen(
             [*under, sys.executable, FORKED, ",".join(IMPORTS[name]), self._path],
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             # Not pytest's own, which is a file: Python asks once, as it starts, whether its output
             # has a position. A fork whose output is a pipe would still ask for the position.
             stdout=subprocess.PIPE,
             env=environment,
         )
-        atexit.register(self.close)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self._folder, "socket")
 
     def close(self) -> None:
         """Ends the process; its forks go on."""
@@ -112,8 +121,11 @@ class ForkServer:
                 return server
             except (FileNotFoundError, ConnectionRefusedError):
                 server.close()
-                assert self.process.poll() is None, "the process ended before its first call"
+                self._check_alive()
                 time.sleep(0.05)
+
+    def _check_alive(self) -> None:
+        assert self.process.poll() is None, "the process ended before its first call"
 
     def run(
         self, words: Sequence[object], variables: Mapping[str, str], timeout: float
@@ -133,10 +145,34 @@ class ForkServer:
     def command(self) -> Path:
         """Makes an executable called python, in a folder of its own, that starts forks."""
         path = Path(self._folder, "python")
-        path.write_text(_COMMAND.format(python=sys.executable, path=self._path))
-        path.chmod(0o755)
+        own = path.with_name(f"python-{os.getpid()}")
+        own.write_text(_COMMAND.format(python=sys.executable, path=self._path))
+        own.chmod(0o755)
+        own.replace(path)  # which another process may be starting at this moment
         self._connect().close()
         return path
+
+
+class SharedForkServer(ForkServer):
+    """One for all workers of a session: the first that needs it starts it.
+
+    It ends with the session's first process, which holds the other end of its standard input.
+    """
+
+    def __init__(self, name: str):
+        session = Path(os.environ["LORA_TESTS"])
+        self._folder = str(session / name)
+        self._deadline = time.monotonic() + 300
+        try:
+            os.mkdir(self._folder)
+        except FileExistsError:
+            return
+        caches = dict.fromkeys(("HF_HOME", "XDG_CACHE_HOME"), str(session))
+        with open(session / "alive") as alive:
+            self._start_process(name, (), {**os.environ, **caches}, alive)
+
+    def _check_alive(self) -> None:
+        assert time.monotonic() < self._deadline, "the process did not start"
 
 
 class Fork:
@@ -183,7 +219,7 @@ class Fork:
 @cache
 def fork_server(name: str) -> ForkServer:
     """The process of this name that all tests of the session share."""
-    return ForkServer(name)
+    return SharedForkServer(name)
 
 
 @cache
