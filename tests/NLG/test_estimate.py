@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from covering import covering
 from launches import preloaded_python
 from measured_memory import measured_peak
 from paths import ROOT
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SHAPE = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 600, "n_positions": 128}
-RANKS = {"LoRA": 4, "all of it": 0}
+RANKS = (4, 0)  # LoRA, or all of it is trained
 
 
 def flags(*more: str) -> argparse.Namespace:
@@ -34,10 +35,10 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     return collate([Row(row, len(row) - 1, len(row) // 2) for row in rows])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("half", [(), ("--bf16",)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
-@pytest.mark.parametrize("lengths", [[100, 90, 12, 3], [40] * 8], ids=["rows", "padded"])
+@pytest.mark.parametrize(
+    ("rank", "half", "lengths"),
+    covering(RANKS, [(), ("--bf16",)], [[100, 90, 12, 3], [40] * 8]),
+)
 def test_estimated_memory_is_within_a_tenth_of_a_steps_peak(tmp_path, rank, half, lengths):
     """The peak is that of PyTorch's allocator, without the buffers that operations use inside."""
     args = flags("--lora_dim", str(rank), "--label_smooth", "0.1", *half)

@@ -276,9 +276,13 @@ def compile_its_layers(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [compile_it, compile_its_layers])
 @pytest.mark.parametrize(
-    "modules", [["body.0.query"], ["body.1.value"], ["body.0.query", "body.1.value"]], ids=str
+    ("compiled", "modules"),
+    [
+        (compile_its_layers, ["body.0.query"]),
+        (compile_its_layers, ["body.1.value"]),
+        (compile_it, ["body.0.query", "body.1.value"]),
+    ],
 )
 def test_compiled_layers_with_adapters_do_not_run_the_code_of_those_without(compiled, modules):
     """Dynamo compiles the code of a class once, and does not check each layer's hooks."""
@@ -473,11 +477,19 @@ def compile_alone(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["body.0.query", "score"])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("wrap", [compile_alone, lambda x: Wrapper(compile_alone(x))])
-def test_a_projection_that_is_compiled_alone_is_refused(name, first, wrap):
-    """It could run the compiled code of another layer of its class, without an adapter."""
+@pytest.mark.parametrize(
+    ("name", "wrap", "before"),
+    [
+        ("body.0.query", compile_alone, True),
+        ("score", compile_alone, False),
+        ("body.0.query", lambda x: Wrapper(compile_alone(x)), False),
+    ],
+)
+def test_a_projection_that_is_compiled_alone_is_refused(name, wrap, before):
+    """It could run the compiled code of another layer of its class, without an adapter.
+
+    Whether it is wrapped before its adapter is added, or after.
+    """
     model = Own()
     bank, own = lora.AdapterBank(model), adapter(model, None)
     another = lora.AdapterBank(like := copy.deepcopy(model))
@@ -485,7 +497,7 @@ def test_a_projection_that_is_compiled_alone_is_refused(name, first, wrap):
     expected = outputs(another, like)
     owner, _, last = name.rpartition(".")
     owner, module = model.get_submodule(owner), model.get_submodule(name)
-    if first and wrap is compile_alone:  # the other wrapper would change names
+    if before:
         setattr(owner, last, wrap(module))
     bank.add("a", own)
     setattr(owner, last, wrap(module))
