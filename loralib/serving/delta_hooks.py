@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.products import without_autocast
 from ..nn.routing import Routing
 from ..quantized_layers import is_quantized_linear
 from .device_deltas import ConvolutionDelta
@@ -69,9 +70,11 @@ def _add_deltas(
     # An embedding's input has no features, and may be a single row number.
     x, added_to = (x[None], out[None]) if x.dim() == 0 else (x, out)
     tokens = x if x.is_floating_point() else x.unsqueeze(-1)
-    for delta, part in zip(deltas, routing.parts(tokens), strict=True):
-        if delta is not None:
-            delta.add_to(added_to[part], x[part])
+    # All is cast to the output's dtype, which may not be autocast's: some packages keep float32.
+    with without_autocast(out.device.type):
+        for delta, part in zip(deltas, routing.parts(tokens), strict=True):
+            if delta is not None:
+                delta.add_to(added_to[part], x[part])
     return out
 
 

@@ -56,8 +56,8 @@ class Linear4bit(nn.Linear):
         return (levels * self.scale).view(self.out_features, self.in_features)
 
     def forward(self, x):
-        """(…, in) -> (…, out), in x's dtype."""
-        out = _Product.apply(x, self.dequantized().to(x.dtype))
+        """(…, in) -> (…, out), in x's dtype even under autocast."""
+        out = _Product.apply(x, self.dequantized().to(x.dtype)).to(x.dtype)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 

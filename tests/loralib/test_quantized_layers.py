@@ -279,14 +279,17 @@ def test_adapters_and_banks(tmp_path, package, name, caplog):
     assert lora.load_adapter(loaded, tmp_path / name) == NAMES
     assert "cannot check that its base is this model" in caplog.text
     assert torch.equal(loaded.eval()(inputs()), expected)
-    base = Net(package)
+    base, x = Net(package), torch.randn(5, 8)
     before = base(inputs())
     bank = lora.AdapterBank(base)
     bank.add("a", adapter)
     for names in ("a", ["a"] * 5):
         with bank.use(names):
             out = base(inputs())
+            with torch.autocast("cpu", torch.bfloat16):
+                half = layer_of(base)(x)
         assert_close({"out": out}, {"out": expected})
+        assert_close({"out": half}, {"out": layer_of(model)(x)}, torch.bfloat16)
     assert torch.equal(base(inputs()), before)
     layer_of(base).weight = layer_of(plain(base)).weight
     with pytest.raises(ValueError, match=r"the weight of layers.0.up has changed"):
