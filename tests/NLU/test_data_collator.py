@@ -111,12 +111,16 @@ def test_features_of_the_processors_are_collated(tokenizer, collate):
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
 @pytest.mark.parametrize("label", [1, torch.tensor(1)])
-@pytest.mark.parametrize("missing", [{"label": None}, {}])
-def test_a_missing_label_is_refused(tokenizer, collate, label, missing):
+@pytest.mark.parametrize("is_none", [True, False])
+@pytest.mark.parametrize("name", ["label", "labels"])
+def test_a_missing_label_is_refused(tokenizer, collate, label, is_none, name):
     """In whichever row, because a loss would take a single label for all rows' scores."""
-    rows = [{"input_ids": [5], "label": label}, {"input_ids": [5], **missing}]
+    rows = [
+        {"input_ids": [5], name: label},
+        {"input_ids": [5], **({name: None} if is_none else {})},
+    ]
     for batch in (rows, rows[::-1]):
-        with pytest.raises(ValueError, match="label: cannot become a tensor"):
+        with pytest.raises(ValueError, match=f"{name}: cannot become a tensor"):
             collate(tokenizer, batch)
 
 
@@ -132,6 +136,9 @@ def test_a_batch_without_examples_is_refused(tokenizer, collate):
 def test_default_leaves_out_strings_and_none():
     batch = default_data_collator([{"a": 1, "sentence": "x", "b": None, "c": 0.5}] * 2)
     assert {name: each.tolist() for name, each in batch.items()} == {"a": [1, 1], "c": [0.5, 0.5]}
+    for rows in ([{"a": None}, {"a": 1}], [{"a": 1}, {"a": "x"}]):
+        with pytest.raises(ValueError, match="a: cannot become a tensor"):
+            default_data_collator(rows)
 
 
 @pytest.mark.parametrize("format", [list, torch.tensor])

@@ -33,16 +33,21 @@ def default_data_collator(features: Sequence[Any]) -> dict[str, Tensor]:
 
     Args:
         features: dicts (or dataclasses) of numbers, lists, arrays or tensors. ``label`` or
-            ``label_ids`` becomes ``labels``. Entries that are None or strings are left out.
+            ``label_ids`` becomes ``labels``. Other entries that are None or strings in all rows are
+            left out.
 
     Returns:
         For each entry a tensor with one row per example; int64, or float32 for floats.
 
     Raises:
-        ValueError: an entry's rows have different lengths.
+        ValueError: an entry's rows have different lengths, or only some have numbers.
     """
     examples, labels = _split_labels(features)
-    kept = [name for name, value in examples[0].items() if not isinstance(value, str | None)]
+    kept = [
+        name
+        for name in examples[0]
+        if not all(isinstance(row[name], str | None) for row in examples)
+    ]
     batch = {name: to_tensor(name, [row[name] for row in examples]) for name in kept}
     return batch | labels
 
@@ -346,7 +351,7 @@ def _split_labels(
     """Returns the examples without labels, and ``{"labels": ...}``, or {} if there are none."""
     examples = _as_dicts(features)
     labels = {}
-    for name in ("label", "label_ids"):
+    for name in ("labels", "label", "label_ids"):
         values = [row.pop(name, None) for row in examples]
         if any(value is not None for value in values):
             labels["labels"] = to_tensor(name, values)
