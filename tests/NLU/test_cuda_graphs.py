@@ -52,8 +52,15 @@ def assert_same_training(found, expected, dtype=torch.float32):
         assert difference <= rounding(parameter.norm(), TERMS, dtype), name
 
 
-@pytest.mark.parametrize("how", [{}, {"fp16": True}, {"gradient_accumulation_steps": 2}])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("roberta", {}),
+        ("deberta", {}),
+        ("roberta", {"fp16": True}),
+        ("deberta", {"gradient_accumulation_steps": 2}),
+    ],
+)
 @pytest.mark.parametrize("kind", GPUS)
 def test_training_is_that_without_graphs(make_trainer, lora_classifier, kind, family, how):
     how = {**SLOW, "max_grad_norm": 1.0, **how}
@@ -74,20 +81,21 @@ def test_training_is_that_without_graphs(make_trainer, lora_classifier, kind, fa
     assert_same_training((ours, trained), (losses, expected), dtype)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("settings", [{}, {"lora_variant": "dora"}])
+@pytest.mark.parametrize(
+    ("family", "settings"), [("roberta", {}), ("deberta", {"lora_variant": "dora"})]
+)
 def test_evaluations_and_checkpoints_between_steps(make_trainer, lora_classifier, family, settings):
     often = dict.fromkeys(("eval_steps", "save_steps"), 2)
     often |= dict.fromkeys(("evaluation_strategy", "save_strategy"), "steps")
     with SimulatedGpu(), SimulatedGraphs() as graphs:
         model = lora_classifier(family, **settings)
         trainer = make_trainer(
-            model, cuda_graphs=True, max_steps=8, load_best_model_at_end=True, **often
+            model, cuda_graphs=True, max_steps=4, load_best_model_at_end=True, **often
         )
         trainer.train()
-        assert graphs.replays == 8
+        assert graphs.replays == 4
         trainer.train()  # after the best weights were loaded
-        assert graphs.replays == 16
+        assert graphs.replays == 8
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

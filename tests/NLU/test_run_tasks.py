@@ -321,7 +321,7 @@ def test_long_texts_are_split_into_rows(call, tmp_path, caplog):
     """A question has several rows, and nothing is cut."""
     data = write_data("qa", tmp_path / "data")
     flags = ["--do_train", "--do_eval", "--do_predict", "--max_seq_length", 14, "--doc_stride", 3]
-    out = call("qa", "out", *data, *flags, "--num_train_epochs", 12)
+    out = call("qa", "out", *data, *flags, "--num_train_epochs", 4)
     assert results(out)["eval_f1"] > 50
     assert results(out)["eval_samples"] == 16
     assert "cut" not in caplog.text

@@ -561,9 +561,9 @@ def test_a_model_without_trainable_parameters_is_an_error(make_trainer, make_mod
 
 @pytest.mark.slow
 def test_training_learns_and_leaves_frozen_weights_alone(make_trainer, make_model):
-    model, data = make_model(0.1), make_data(64)
+    model, data = make_model(0.1), make_data(16)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    trainer = make_trainer(model, train=data, num_train_epochs=40)
+    trainer = make_trainer(model, train=data, num_train_epochs=30)
     before = trainer.evaluate(data)["eval_loss"]
     trainer.train()
     # Evaluation has no dropout, so there is little randomness.

@@ -2,12 +2,8 @@
 
 import io
 import math
-import os
-import subprocess
-import sys
 
 import pytest
-from paths import ROOT
 from tqdm import tqdm
 
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
@@ -205,14 +201,6 @@ def test_a_new_run_closes_the_bar_of_an_interrupted_one(bars, arguments):
     assert [bar.disable for bar in bars] == [True, False]
     assert bars[1].leave
     progress.on_train_end(args, TrainerState(), None)
-
-
-@pytest.mark.slow
-def test_bars_are_tested_where_the_environment_switches_them_off():
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "test_bars_of_a_run"]
-    environment = {**os.environ, "TQDM_DISABLE": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
 
 
 def test_other_processes_show_nothing(bars, arguments):

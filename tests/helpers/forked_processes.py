@@ -131,6 +131,8 @@ def run_as_python(words: list[str]) -> None:
     """Does what ``python WORDS…`` does."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = ["", *filter(None, paths)]
+    if words[0] == "-u":  # with which PyTorch's launcher starts scripts
+        words = words[1:]
     kind, *rest = words
     if kind.endswith(".py"):
         sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(kind))

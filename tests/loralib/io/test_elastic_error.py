@@ -1,11 +1,12 @@
 """Tests that PyTorch's launcher shows a process's error at the end of its output."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launches import launch
+from launches import preloaded_python
 
 from loralib.io.command_line import ArgumentParser
 from loralib.io.elastic_error import tell_launcher
@@ -94,7 +95,10 @@ def test_a_wrong_flag_is_reported(error_file, capsys):
 def test_the_error_is_the_last_line_of_the_launchers_table(tmp_path, fails, line):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    result = launch(2, script, f"--fails={fails}", restarts=0)
+    # PyTorch's own launcher: the one that forks reports the process of the lowest rank.
+    launcher = [preloaded_python(), "-m", "torch.distributed.launch", "--standalone"]
+    command = [*launcher, "--nproc_per_node=2", "--max_restarts=0", script, f"--fails={fails}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     *_, last, border = result.stderr.splitlines()
     assert set(border) == {"="}

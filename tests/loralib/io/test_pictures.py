@@ -3,14 +3,13 @@
 import sys
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 from loralib.io.pictures import check_can_save, import_figure, save_figure
 
 
 def figure():
-    drawn = Figure(figsize=(2, 1))
+    drawn = import_figure()(figsize=(2, 1))
     drawn.subplots().plot([1, 2], [3, 4], label="a line")
     return drawn
 

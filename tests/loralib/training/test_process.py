@@ -13,7 +13,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from launches import ForkServer
+from launches import ForkServer, preloaded_python
 
 import loralib.training.process as process_module
 from loralib.errors import CheckpointError, TrainingError, UnsupportedLayerError
@@ -265,7 +265,7 @@ print("not reached")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("fails", "code", "last"), [((), 0, "at exit"), (("fails",), 1, "bad")])
 def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
-    command = [sys.executable, "-c", SCRIPT, f"file://{tmp_path}/store"]
+    command = [preloaded_python(), "-c", SCRIPT, f"file://{tmp_path}/store"]
     processes = [
         subprocess.Popen(
             [*command, str(number), *fails],
