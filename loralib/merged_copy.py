@@ -87,6 +87,7 @@ def _is_change_noticed(layer: Any, weight: Tensor, update: list[Tensor]) -> bool
         {type(weight), *map(type, update)} <= _PLAIN
         and isinstance(weight, nn.Parameter)
         and not is_of_zero3(weight)
+        and "parametrizations" not in layer._modules
         and isinstance(own.get("lora_A"), nn.Parameter)
         and isinstance(own.get("lora_B"), nn.Parameter)
         and not has_mode()

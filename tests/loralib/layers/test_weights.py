@@ -218,14 +218,14 @@ def test_a_frozen_layer_keeps_its_merged_copy_while_another_model_is_trained():
     assert copies[0] is copies[1]
 
 
-def test_a_layer_follows_a_parametrization_of_its_factor():
-    layer = built(CASES["linear"]).eval()
-    torch.nn.utils.parametrize.register_parametrization(layer, "lora_A", nn.Tanh())
-    x = CASES["linear"].x()
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "lora_magnitude_vector"])
+def test_a_layer_follows_a_parametrization_of_its_update(name):
+    layer, x = built(CASES["linear"], variant="dora").eval(), CASES["linear"].x()
+    torch.nn.utils.parametrize.register_parametrization(layer, name, nn.Tanh())
     with torch.no_grad():
         layer(x)
-        layer.parametrizations.lora_A.original.mul_(3)
-        close(layer(x), reference(layer, x))
+        layer.parametrizations[name].original.mul_(3)
+        close(layer(x), layer.train()(x))
 
 
 def test_a_layer_follows_a_change_of_its_scaling(case):
