@@ -105,9 +105,8 @@ def _stamp(scaling: object, weight: Tensor, update: list[Tensor]) -> tuple:
     weight, which is too large to compare, except in a layer on a CPU that is entirely frozen.
     """
     tensors = [weight, *(t for t in update if not t.is_cpu)]
-    is_seen = weight.is_cpu and len(tensors) == 1
     is_trained = any(t.requires_grad for t in (weight, *update))
-    step = latest_step() if is_trained or not is_seen else None
+    step = latest_step() if is_trained or not weight.is_cpu else None
     kinds = [(t.dtype, t.device) for t in update]
     number = None if isinstance(scaling, Tensor) else scaling  # a tensor is part of the update
     return number, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]

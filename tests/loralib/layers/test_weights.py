@@ -166,11 +166,16 @@ def test_the_merged_copy_follows_writes_through_data(case, frozen):
             close(layer(x), reference(layer, x))
 
 
-def test_doras_merged_copy_follows_writes_to_its_magnitudes():
-    layer, x = built(CASES["linear"], variant="dora").eval(), CASES["linear"].x()
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"variant": "dora"}, "lora_magnitude_vector"), ({"initialization": "pissa"}, "lora_A_start")],
+)
+def test_a_merged_copy_follows_writes_to_an_update_s_other_tensors(settings, name):
+    layer, x = built(CASES["linear"], **settings).eval(), CASES["linear"].x()
     with torch.no_grad():
         layer(x)
-        layer.lora_magnitude_vector.data.mul_(2)
+        assert layer._merged_copy is not None
+        getattr(layer, name).data.mul_(2)
         close(layer(x), layer.train()(x))
 
 
