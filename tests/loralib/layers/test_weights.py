@@ -305,8 +305,11 @@ def test_on_other_devices_an_optimizers_step_renews_the_merged_copy():
     assert copies[1] is not copies[2]
 
 
-def test_after_a_step_the_merged_copy_follows_writes_to_the_frozen_weight_through_data(case):
+@pytest.mark.parametrize("trained", ["weight", "lora_"])
+def test_after_a_step_the_merged_copy_follows_writes_to_the_weight_through_data(case, trained):
     layer, x = built(case).eval(), case.x()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(trained in name)
     other = nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     with torch.no_grad():
