@@ -104,7 +104,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _is_ordinary(x, weight, bias):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
-    is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
+    is_cast = torch.is_autocast_enabled("cpu")
     is_trained = weight.requires_grad and torch.is_grad_enabled()
     if is_trained and not (
         _is_slow_in_float32(x, weight, bias) or _is_emulated_with(weight, dtype, is_cast)
