@@ -136,7 +136,7 @@ def test_a_batch_without_examples_is_refused(tokenizer, collate):
 def test_default_leaves_out_strings_and_none():
     batch = default_data_collator([{"a": 1, "sentence": "x", "b": None, "c": 0.5}] * 2)
     assert {name: each.tolist() for name, each in batch.items()} == {"a": [1, 1], "c": [0.5, 0.5]}
-    for rows in ([{"a": None}, {"a": 1}], [{"a": 1}, {"a": "x"}]):
+    for rows in ([{"a": None}, {"a": 1}], [{"a": 1}, {"a": "x"}], [{"b": 1}, {"b": 1, "a": 1}]):
         with pytest.raises(ValueError, match="a: cannot become a tensor"):
             default_data_collator(rows)
 

@@ -41,7 +41,8 @@ class Padding(SpecialTokensMixin):
             The rows' entries. Those with a value per token are padded; the others are unchanged.
 
         Raises:
-            ValueError: there is no padding token, or a row is longer than `max_length`.
+            ValueError: there is no padding token, a row is longer than `max_length`, or only some
+                have an entry.
         """
         main = self.model_input_names[0]
         is_batch, data = _by_column(encoded_inputs, main)
@@ -138,8 +139,11 @@ def _by_column(encoded: Any, main: str) -> tuple[bool, dict[str, Any]]:
     """Returns whether there are several rows, and entry -> list of rows; `main` names the ids."""
     if not isinstance(encoded, Mapping):
         rows = list(encoded)
-        first = rows[0] if rows else {}
-        return True, {name: [row[name] for row in rows] for name in first}
+        names = dict.fromkeys(name for row in rows for name in row)
+        try:
+            return True, {name: [row[name] for row in rows] for name in names}
+        except KeyError as error:
+            raise ValueError(f"rows to pad need the same entries: one has no {error}") from error
     ids = encoded.get(main, ())
     if len(ids) and np.ndim(ids[0]) == 0:
         return False, {name: [row] for name, row in encoded.items()}

@@ -264,6 +264,8 @@ def test_padding_needs_a_padding_token(tokenizer):
         ([], "need 'input_ids'"),
         ([{"label": 1}], r"need 'input_ids'; they have \['label'\]"),
         ([{"input_ids": [5], "text": "a"}], "text: cannot become a tensor"),
+        ([{"input_ids": [5]}, {"input_ids": [5], "token_type_ids": [1]}], "no 'token_type_ids'"),
+        ([{"input_ids": [5], "token_type_ids": [1]}, {"input_ids": [5]}], "no 'token_type_ids'"),
     ],
 )
 def test_pad_refuses_bad_rows(tokenizer, rows, message):

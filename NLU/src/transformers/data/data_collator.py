@@ -43,12 +43,13 @@ def default_data_collator(features: Sequence[Any]) -> dict[str, Tensor]:
         ValueError: an entry's rows have different lengths, or only some have numbers.
     """
     examples, labels = _split_labels(features)
-    kept = [
-        name
-        for name in examples[0]
-        if not all(isinstance(row[name], str | None) for row in examples)
-    ]
-    batch = {name: to_tensor(name, [row[name] for row in examples]) for name in kept}
+    names = dict.fromkeys(name for row in examples for name in row)
+    columns = {name: [row.get(name) for row in examples] for name in names}
+    batch = {
+        name: to_tensor(name, values)
+        for name, values in columns.items()
+        if not all(isinstance(value, str | None) for value in values)
+    }
     return batch | labels
 
 
