@@ -33,7 +33,7 @@ IDS = torch.tensor([[0, 5, 6, 2]])
         (
             {"input_ids": IDS, "labels": torch.tensor([2])},
             ValueError,
-            "a label is 2, but the model takes whole numbers from 0 to 1: give a classifier of",
+            "a label is 2, but the model takes whole numbers from 0 to 1: leave hidden labels",
         ),
         ({"input_ids": IDS, "labels": torch.tensor([-1])}, ValueError, "a label is -1, but the"),
         ({"input_ids": IDS, "labels": torch.rand(1)}, ValueError, "labels are float32, but the"),

@@ -62,8 +62,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         else:
             raise
         raise ValueError(
-            f"{found}, but the model takes whole numbers from 0 to {last}: give a classifier of "
-            "other labels their number as num_labels (1 for scores)"
+            f"{found}, but the model takes whole numbers from 0 to {last}: leave hidden labels, "
+            "such as -1, out; a classifier of others needs their num_labels (1 for scores)"
         ) from error
 
 
