@@ -105,7 +105,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags = argv[cut + 1 :]
     for flag in flags:
         name = flag.split("=")[0]
-        if len(name) > 2 and any(own.startswith(name) for own in OWN_FLAGS):
+        if name in OWN_FLAGS:
             raise ValueError(f"{name} cannot follow --: this program sets it for each run")
     return args, flags
 

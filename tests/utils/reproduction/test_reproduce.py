@@ -152,7 +152,7 @@ def test_all_runs_of_a_folder_must_have_the_same_settings(called, out, monkeypat
     assert len(called) == 2
 
 
-@pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_d", "--metric_for_best_model"])
+@pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_dir", "--metric_for_best_model"])
 def test_a_flag_that_this_program_sets_is_refused(called, out, flag):
     with pytest.raises(ValueError, match=f"{flag.split('=')[0]} cannot follow --: this program"):
         reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--", flag, "7"])
