@@ -115,8 +115,8 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
     add(
         "--json",
         metavar="FILE",
-        help="write the scores to this file, unrounded, null where skipped; scores that it "
-        "holds under other labels are kept",
+        help="write the scores to this file, unrounded, null where skipped, in place of those "
+        "that it holds under this label; those under others are kept",
     )
     add(
         "--label",
@@ -296,8 +296,8 @@ def _add_scores_to(path: str, label: str, scores: Mapping[str, float | None]) ->
     """Adds a label's scores to a file, to which other processes may add theirs meanwhile."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with in_turn(Path(f"{path}.lock"), _PATIENCE):
-        table = _read_table(path)
-        table[label] = {**table.get(label, {}), **scores}
+        # Earlier ones of this label may be of other predictions.
+        table = {**_read_table(path), label: scores}
         atomic_write_text(path, json.dumps(table, indent=2) + "\n")
 
 

@@ -280,9 +280,13 @@ def test_groups(tmp_path, end, line):
 
 def test_labels_share_a_file(tmp_path):
     table = str(tmp_path / "scores.json")
-    for label, predictions in (("all", WORST), ("seen", WORSE), ("all", PERFECT)):
+    for label, predictions, asked in (
+        ("all", WORST, "bleu,chrf++"),
+        ("seen", WORSE, "bleu"),
+        ("all", PERFECT, "bleu"),  # beside it, the first call's chrF++ would be of WORST
+    ):
         arguments = write_columns(tmp_path, predictions)
-        measure_scores.main([*arguments, "-m", "bleu", "--json", table, "--label", label])
+        measure_scores.main([*arguments, "-m", asked, "--json", table, "--label", label])
     assert json.loads(Path(table).read_text()) == {
         "all": {"BLEU": pytest.approx(100)},
         "seen": {"BLEU": metrics.bleu(REFERENCES, WORSE)},
