@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,12 @@ from loralib.training.resume import Stateful
 from loralib.training.step_cost import Training
 from metrics_log import MetricsLog
 from model import GPT2LMModel
-from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
+from optimizer import (
+    Scheduler,
+    create_adam_optimizer,
+    create_optimizer_scheduler,
+    end_of_schedule,
+)
 from run_state import (
     RESUME_NAME,
     Progress,
@@ -262,9 +267,8 @@ def build_run(
     scheduler = create_optimizer_scheduler(optimizer, args)
     precision = Precision(held_in, dist_env.device.type)
 
-    last_step = max_step = scheduler.max_step
-    if args.max_epoch is not None:
-        last_step = min(max_step, args.max_epoch * epoch_steps)
+    max_step = scheduler.max_step
+    last_step = last_step_of(args, max_step, epoch_steps)
     check_updates(args.grad_acc, last_step)
     return Run(
         args,
@@ -287,6 +291,11 @@ def set_max_step(args: argparse.Namespace, data: FT_Dataset, processes: int) -> 
     """Sets --max_step from --max_epoch if only the latter is given."""
     if args.max_step is None and args.max_epoch is not None:
         args.max_step = math.ceil(args.max_epoch * data.num_batches / processes)
+
+
+def last_step_of(args: argparse.Namespace, max_step: int, epoch_steps: int) -> int:
+    """Returns a run's last step: the end of the schedule, or of --max_epoch if that comes first."""
+    return max_step if args.max_epoch is None else min(max_step, args.max_epoch * epoch_steps)
 
 
 def set_up_model(run: Run) -> nn.Module:
@@ -534,8 +543,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     batches = order.split(args.train_batch_size)
     lengths = [data[index].length for index in range(len(data))]
     devices = args.estimate_devices or dist_env.world_size
-    if isinstance(data, FT_Dataset):
-        set_max_step(args, data, devices)
+    last_step = estimated_length(args, data, replace(dist_env, world_size=devices))
 
     def build(layers: int | None) -> Training:
         return training_of(
@@ -547,7 +555,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
         lambda rows: collate([data[index] for index in rows]),
         *notable_batches([batch.tolist() for batch in batches], lengths),
         batches=args.grad_acc,
-        steps=None if args.max_step is None else args.max_step // args.grad_acc,
+        steps=None if last_step is None else last_step // args.grad_acc,
         device=device,
         dtype=compute_dtype(args.fp16, args.bf16),
         devices=devices,
@@ -562,6 +570,17 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
         return read_training_data(args)
     length = min(args.estimate_length or args.seq_len, args.seq_len)
     return [Row(torch.zeros(length + 1, dtype=torch.int32), length, 0)] * args.train_batch_size
+
+
+def estimated_length(
+    args: argparse.Namespace, data: Sequence[Row], dist_env: DistEnv
+) -> int | None:
+    """Returns the last step of the run that is estimated; None if it is unknown."""
+    if not isinstance(data, FT_Dataset):
+        return end_of_schedule(args)
+    set_max_step(args, data, dist_env.world_size)
+    end = end_of_schedule(args)
+    return None if end is None else last_step_of(args, end, batches_per_epoch(data, dist_env))
 
 
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:

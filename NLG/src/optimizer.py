@@ -170,26 +170,25 @@ def create_optimizer_scheduler(
 ) -> Scheduler:
     """Returns the scheduler that the flags ask for.
 
-    With cycle, the last of `--i_steps` is the run's last step, whatever `--max_step` is. Only if it
-    is 0 (a single point: a constant rate), `--max_step` holds.
-
     Args:
         optimizer: the optimizer whose rate is set.
-        args: the flags of `add_optimizer_params`. `max_step` is required, except for cycle.
+        args: the flags of `add_optimizer_params`, which have to say where the schedule ends.
 
     Raises:
-        ValueError: `max_step` is missing, the points of cycle do not fit, or there is no such
+        ValueError: they do not say it, the points of cycle do not fit, or there is no such
             scheduler.
     """
+    max_step = end_of_schedule(args)
+    if max_step is None:
+        raise ValueError("give the length of the training: --max_step or --max_epoch")
     if args.scheduler == "cycle":
         steps, rates = _points(args.i_steps, args.i_lrs)
-        max_step = steps[-1] or _max_step(args)
         return Scheduler(optimizer, partial(cycle, steps=steps, rates=rates), max_step)
     if args.scheduler not in FACTORS:
         known = ", ".join([*FACTORS, "cycle"])
         raise ValueError(f"--scheduler {args.scheduler}: no such scheduler; there are {known}")
     factor, peak = FACTORS[args.scheduler], args.lr
-    warmup, max_step = args.warmup_step, _max_step(args)
+    warmup = args.warmup_step
     if warmup > max_step:
         # Not an error, because recipes are often tried with fewer steps than their warm-up has.
         logger.warning(
@@ -202,10 +201,16 @@ def create_optimizer_scheduler(
     return Scheduler(optimizer, lambda step: peak * factor(step, warmup, max_step), max_step)
 
 
-def _max_step(args: argparse.Namespace) -> int:
-    if args.max_step is None:
-        raise ValueError("give the length of the training: --max_step or --max_epoch")
-    return args.max_step
+def end_of_schedule(args: argparse.Namespace) -> int | None:
+    """Returns the step at which the rate's schedule ends; None if the flags do not say.
+
+    With cycle, this is the last of `--i_steps`, whatever `--max_step` is. Only if it is 0 (a single
+    point: a constant rate), `--max_step` holds.
+    """
+    if args.scheduler != "cycle":
+        return args.max_step
+    steps, _ = _points(args.i_steps, args.i_lrs)
+    return steps[-1] or args.max_step
 
 
 def _points(i_steps: str, i_lrs: str) -> tuple[list[int], list[float]]:

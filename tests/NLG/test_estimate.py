@@ -100,6 +100,17 @@ def test_a_run_on_data(figures_of, tiny):
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
 
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        (("--max_epoch", 3, "--max_step", 100), "12"),
+        (("--scheduler", "cycle", "--i_steps", "0,2,7", "--i_lrs", "1,2,0"), "7"),
+    ],
+)
+def test_a_run_ends_with_its_schedule_or_its_last_epoch(figures_of, length, steps):
+    assert figures_of(*length)["optimizer steps"] == steps
+
+
 def test_without_lora_everything_is_trained(tiny, tmp_path, capsys):
     argv = tiny.flags(tmp_path / "run", "--max_step", 5, "--estimate", "--estimate_rate", "100")
     argv[argv.index("--lora_dim") + 1] = "0"
@@ -110,7 +121,8 @@ def test_without_lora_everything_is_trained(tiny, tmp_path, capsys):
 def test_accumulation_and_more_devices(figures_of):
     figures = figures_of("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
     assert figures["an optimizer step"] == "6 batches, 2 a device"
-    assert figures["optimizer steps"] == "4"  # 24 batches on three devices, two per update
+    # An epoch's 16 rows are 6 on each device, which are one full batch of 4; two are an update.
+    assert figures["optimizer steps"] == "3"
 
 
 def test_without_data_rows_have_the_maximum_length(figures_of):
