@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from launches import fork_server
 
 import gpt2_ft
 import metrics_log
@@ -641,7 +642,7 @@ def test_a_run_has_no_heavy_imports(trial, tmp_path):
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
         "print(json.dumps([*sys.modules]))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = fork_server("torch").run(["-c", code], os.environ, 60)
     assert (tmp_path / "run" / "model.2.pt").is_file(), result.stderr
     heavy = {"datasets", "pandas", "scipy", "sympy", "tensorboard", "torch._dynamo"}
     assert not heavy & {*json.loads(result.stdout.splitlines()[-1])}

@@ -2,8 +2,7 @@
 
 import importlib
 import json
-import subprocess
-import sys
+import os
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from head_cases import (
     real,
     without_labels,
 )
+from launches import fork_server
 from safetensors.torch import load_file, save_file
 from two_predictions import make_mlm
 
@@ -72,7 +72,7 @@ def test_the_bias_of_a_masked_lm_head_is_not_taken_for_the_base_s(tmp_path, fami
     write_adapter(tmp_path / "lora.safetensors", adapter)
     code = f"import loralib, sys; a = loralib.read_adapter({str(tmp_path / 'lora.safetensors')!r})"
     code += "; assert 'transformers' not in sys.modules; print(len(a.tensors), a.metadata.bias)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fork_server("torch").run(["-c", code], os.environ, 60)
     assert done.stdout.split() == [str(len(adapter.tensors)), "none"], done.stderr
 
 

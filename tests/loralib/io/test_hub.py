@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import huggingface_hub.constants
 import pytest
 from hub_process import run_on_hub
 from huggingface_hub.errors import GatedRepoError
+from launches import fork_server
 
 import loralib.io.hub as hub_files
 from loralib.io.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
@@ -82,7 +82,7 @@ for module in pkgutil.walk_packages(loralib.__path__, "loralib."):
 assert "loralib.io.hub" in sys.modules
 print(sorted(name for name in sys.modules if name.startswith("huggingface_hub")))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = fork_server("torch").run(["-c", code], os.environ, 60)
     assert result.stdout == "[]\n", result.stderr
 
 

@@ -173,7 +173,7 @@ def run(glue_dir, nlg_dir, out, monkeypatch, capsys):
     monkeypatch.setattr(study, "BASE_SHAPE", {**study.BASE_SHAPE, **shape, "intermediate_size": 16})
     monkeypatch.setattr(study, "BASE_FLAGS", {**study.BASE_FLAGS, "max_steps": 2})
     for module in (study, study_report):
-        monkeypatch.setattr(module, "METHODS", (ONE_RATE, study_rows.LORA[1]))
+        monkeypatch.setattr(module, "METHODS", (ONE_RATE, TWO_RATES))
         for table in ("PROJECTIONS", "BY_RANK"):
             monkeypatch.setattr(module, table, ())
     for module in (study, study_report, study_runs):
@@ -193,12 +193,13 @@ def run(glue_dir, nlg_dir, out, monkeypatch, capsys):
 
 TWO_TASKS = (TASKS[0], TASKS[3])
 ONE_RATE = dataclasses.replace(study_rows.FULL, rates=(1e-3,))
+TWO_RATES = dataclasses.replace(study_rows.LORA[1], rates=(1e-3, 3e-3))
 ONE_GPT2_RATE = dataclasses.replace(study_rows.GPT2_METHODS[1], rates=(1e-3,))
 
 
 @pytest.mark.slow
 def test_the_encoders_study_resumes_and_reports(run, out):
-    lora = study_rows.LORA[1]
+    lora = TWO_RATES
     text = run(ONE_RATE.name, "--seeds", "0")
     assert f"| {ONE_RATE.name} |" in text
     assert f"| {lora.name} |" not in text
