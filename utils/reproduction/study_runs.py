@@ -209,7 +209,7 @@ class EncoderTrials(Trials[EncoderTrial, Results]):
         """As in `Trials`."""
         # Processes are forked from one that has imported everything and has run nothing.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import
         work = [(self.experiment, trial) for trial in trials]
         with context.Pool(self.jobs, _use_one_thread, maxtasksperchild=1) as pool:
             yield from pool.imap_unordered(_run, work)

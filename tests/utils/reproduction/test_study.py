@@ -198,7 +198,7 @@ ONE_GPT2_RATE = dataclasses.replace(study_rows.GPT2_METHODS[1], rates=(1e-3,))
 
 
 @pytest.mark.slow
-def test_the_encoders_study_resumes_and_reports(run, out):
+def test_the_encoders_study_resumes_and_reports(run, out, quick_start):
     lora = TWO_RATES
     text = run(ONE_RATE.name, "--seeds", "0")
     assert f"| {ONE_RATE.name} |" in text
