@@ -45,8 +45,15 @@ ADAPTED = {
 }
 
 
-@pytest.mark.parametrize("adapted", ADAPTED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "adapted"),
+    [
+        *((torch.bfloat16, adapted) for adapted in ADAPTED),
+        (torch.float16, "LoRA"),
+        (torch.float32, "LoRA"),
+        (torch.float32, "PiSSA"),
+    ],
+)
 def test_matrices_that_will_be_frozen_are_not_copied(make_base, dtype, adapted):
     """The values are the same as those of a copy in float32."""
     path, models = make_base("model.safetensors", dtype, rounded_to=dtype), []

@@ -94,11 +94,11 @@ def run_bash(text: str, folder: Path, environment: dict[str, str], name: str) ->
 
 
 class _Python:
-    """One Python process for all blocks of a page."""
+    """One process for all blocks of a page, of the Python that is the environment's."""
 
     def __init__(self, folder: Path, environment: dict[str, str]):
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _PYTHON],
+            [shutil.which("python", path=environment["PATH"]), "-u", "-c", _PYTHON],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
