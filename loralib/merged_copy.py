@@ -107,9 +107,8 @@ def _stamp(scaling: object, weight: Tensor, update: list[Tensor]) -> tuple:
     tensors = [weight, *(t for t in update if not t.is_cpu)]
     is_trained = any(t.requires_grad for t in (weight, *update))
     step = latest_step() if is_trained or not weight.is_cpu else None
-    kinds = [(t.dtype, t.device) for t in update]
     number = None if isinstance(scaling, Tensor) else scaling  # a tensor is part of the update
-    return number, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+    return number, step, len(update), [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
 
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.func import functional_call
+from torch.nn.utils import prune
 
 import loralib as lora
 
@@ -230,6 +231,14 @@ def test_a_layer_follows_a_parametrization_of_its_update(name):
     with torch.no_grad():
         layer(x)
         layer.parametrizations[name].original.mul_(3)
+        close(layer(x), layer.train()(x))
+
+
+def test_a_layer_follows_the_pruning_of_its_magnitudes():
+    layer, x = built(CASES["linear"], variant="dora").eval(), CASES["linear"].x()
+    with torch.no_grad():
+        layer(x)
+        prune.random_unstructured(layer, "lora_magnitude_vector", amount=3)
         close(layer(x), layer.train()(x))
 
 
