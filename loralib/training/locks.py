@@ -49,9 +49,8 @@ def parent_of(pid: int) -> int | None:
     except OSError:  # not Linux, or no such process
         command = ["ps", "-o", "ppid=", "-p", str(pid)]
     try:
-        said = subprocess.run(command, capture_output=True, check=True).stdout
-        return int(said)
-    except (OSError, ValueError, subprocess.CalledProcessError):
+        return int(subprocess.run(command, capture_output=True).stdout)
+    except (OSError, ValueError):  # no `ps`, or no such process
         return None
 
 
@@ -153,7 +152,7 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
             if os.name == "posix":
                 # Before the lock is released, so that a process that has the file open sees that it
                 # is unlinked. Windows cannot remove an open file: there, releasing the lock does.
-                Path(folder, LOCK_NAME).unlink(missing_ok=True)
+                Path(folder, LOCK_NAME).unlink()
         lock.release()
 
 
