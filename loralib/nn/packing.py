@@ -218,7 +218,8 @@ class PackedRows:
         """
         if x.shape[:2] != self.shape:
             raise ValueError(
-                f"attention_mask is {tuple(self.shape)}, the batch is {tuple(x.shape[:2])}"
+                f"attention_mask is {tuple(self.shape)}, the batch is {tuple(x.shape[:2])}: ids, "
+                "mask and all else that is given for each token, such as labels, have one shape"
             )
         # Its backward pass adds in place. That of x[index] is five times slower on a CPU.
         return x.flatten(0, 1).index_select(0, self.index)

@@ -37,10 +37,15 @@ IDS = torch.tensor([[0, 5, 6, 2]])
         ),
         ({"input_ids": IDS, "labels": torch.tensor([-1])}, ValueError, "a label is -1, but the"),
         ({"input_ids": IDS, "labels": torch.rand(1)}, ValueError, "labels are float32, but the"),
+        (
+            {"input_ids": IDS, "token_type_ids": IDS[:, 1:]},
+            ValueError,
+            "ids, mask and all else that is given for each token, such as labels, have one shape",
+        ),
     ],
     ids=[
         *("row", "3d", "list", "encoding", "row of embeddings", "new", "negative", "types"),
-        *("label", "negative label", "score"),
+        *("label", "negative label", "score", "few types"),
     ],
 )
 def test_a_wrong_batch_is_named(arguments, error, message):
