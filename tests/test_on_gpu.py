@@ -53,8 +53,16 @@ class cuda:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [None, "", "3,5"])
-@pytest.mark.parametrize("flags", [(), ("-m", "gpu"), ("-m", "not gpu"), ("-n", "1")])
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        *(((), given) for given in (None, "", "3,5")),
+        *((("-m", "gpu"), given) for given in (None, "", "3,5")),
+        (("-m", "not gpu"), "3,5"),
+        (("-n", "1"), None),
+        (("-n", "1"), "3,5"),
+    ],
+)
 def test_gpus_are_visible_to_gpu_tests_and_to_subprocesses_that_ask(tmp_path, given, flags):
     (tmp_path / "test_seen.py").write_text(SEEN)
     (tmp_path / "torch.py").write_text(TORCH)
