@@ -59,3 +59,9 @@ def test_a_batch_without_rows_has_no_logits(mask):
     """As upstream: it may be what a filter left."""
     model = make(RobertaForSequenceClassification)
     assert model(IDS[:0], mask if mask is None else mask[:0]).logits.shape == (0, 2)
+
+
+def test_a_single_score_is_not_taken_for_all_rows():
+    model = make(RobertaForSequenceClassification, num_labels=1)
+    with pytest.raises(RuntimeError, match="invalid for input of size 1"):
+        model(IDS.expand(3, -1), labels=torch.rand(1))

@@ -30,7 +30,8 @@ def classification_loss(
         logits, labels = logits[:-1], labels[:-1]
     logits = at_least_float32(logits)
     if logits.shape[-1] == 1:
-        return F.mse_loss(logits.squeeze(-1), labels.to(logits.dtype))
+        scores = logits.squeeze(-1)
+        return F.mse_loss(scores, labels.to(scores.dtype).view_as(scores))  # one is not for all
     return _cross_entropy(logits, labels, "mean")
 
 
