@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import shutil
 import tracemalloc
 
 import datasets
@@ -719,6 +720,21 @@ def test_a_full_disk_of_the_cache_is_no_fault_of_the_file(tmp_path, monkeypatch,
     with pytest.raises(DiskFullError) as error:
         read_table(str(path), cache_dir=str(cache))
     assert str(error.value).startswith(f"{cache / suffix}: the disk is full: ")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+@pytest.mark.parametrize("name", ["*.arrow", "dataset_info.json"])
+def test_a_damaged_cache_is_no_fault_of_the_file(tmp_path, suffix, name):
+    path = write(tmp_path / f"rows.{suffix}", [{"text": "a", "label": n} for n in (0, 1)])
+    cache = tmp_path / "cache"
+    read_table(str(path), cache_dir=str(cache))
+    (written,) = cache.rglob(name)
+    written.write_bytes(b"")  # as after a power failure
+    with pytest.raises(OSError, match="the cache is damaged") as error:
+        read_table(str(path), cache_dir=str(cache))
+    assert str(error.value).startswith(f"{cache / suffix}: the cache is damaged (")
+    shutil.rmtree(cache / suffix)  # what the error says to do
+    assert len(read_table(str(path), cache_dir=str(cache))) == 2
 
 
 def test_json_that_is_nested_too_deep_is_an_error(tmp_path, monkeypatch):

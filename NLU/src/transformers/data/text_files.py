@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import mmap
 import os
 import re
@@ -213,15 +214,18 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
 
     Raises:
         DiskFullError: the cache's disk is full.
+        OSError: the cache is damaged, as by a power failure soon after it was written.
     """
     from datasets import config, load_dataset
     from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowInvalid
 
     # All settings of a reader are in the cache's key; this one changes nothing else.
     content = file_digest(path)
     # The library takes "[1]" in the names of the file and of all folders around it for a pattern,
     # which means another file.
     name = glob.escape(os.path.abspath(path))
+    cache = Path(options.get("cache_dir") or config.HF_DATASETS_CACHE, kind)
     try:
         with unreported():
             return load_dataset(
@@ -231,8 +235,10 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
         code = getattr(error.__cause__, "errno", None)
         if code not in DISK_FULL:
             raise
-        cache = Path(options.get("cache_dir") or config.HF_DATASETS_CACHE, kind)
         raise DiskFullError(cache, 0, code == errno.EDQUOT) from error
+    except (ArrowInvalid, json.JSONDecodeError) as error:  # in `path`, it is the error above
+        why = f"the cache is damaged ({first_line(error)}): remove this folder, and start again"
+        raise OSError(f"{cache}: {why}") from error
 
 
 @contextmanager
