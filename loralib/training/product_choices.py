@@ -59,9 +59,8 @@ def choose_products(
         if dtype is torch.bfloat16 and products.is_slow_in_bfloat16(methods):
             _say_that_it_is_slow()
     products.use_choices({"machine": machine, "methods": methods})
-    if world_size > 1:
-        # Processes on another kind of machine ignore these, and use the defaults.
-        products.use_choices(gather_objects(products.choices(), world_size)[0])
+    # Processes on another kind of machine ignore these, and use the defaults.
+    products.use_choices(gather_objects(products.choices(), world_size)[0])
 
 
 @contextmanager

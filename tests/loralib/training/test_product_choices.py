@@ -61,6 +61,19 @@ def test_the_log_says_once_where_bfloat16_saves_no_time(
     assert caplog.text.count("bfloat16 saves memory here, but not time") == is_logged
 
 
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_other_processes_use_the_first_one_s_choices(cache, measured, monkeypatch, is_alike):
+    """On another kind of machine, they use the defaults."""
+    methods = dict.fromkeys(KEYS, "blocks")
+    first = {"machine": products.machine() if is_alike else "another", "methods": methods}
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(product_choices, "gather_objects", lambda own, _: [first, own])
+    products.use_choices({"machine": products.machine(), "methods": dict.fromkeys(KEYS, "plain")})
+    choose_products(frozen_weights(model()), torch.float32, world_size=2)
+    assert products.choices()["methods"] == (methods if is_alike else {})
+    assert not measured
+
+
 def test_an_evaluation_restores_the_choices_of_training(cache, measured):
     """Also if it is of another model, or ends with an error."""
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
@@ -161,7 +174,8 @@ def test_a_locked_cache_is_waited_for_and_then_not_written(cache, measured, capl
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[1]", "null", '{"%s": [1]}', '{"%s": {"key": [1]}}', '{"another": 1}']
+    "content",
+    ["{", "[1]", "null", '{"%s": [1]}', '{"%s": {"key": [1], "b": "plain"}}', '{"another": 1}'],
 )
 def test_a_damaged_cache_is_rewritten(cache, measured, caplog, content):
     cache.parent.mkdir()
