@@ -420,7 +420,7 @@ def test_label_smoothing_of_a_batch_without_labels_is_an_error(make):
     ("settings", "message"),
     [
         ({"gradient_checkpointing": True}, "--gradient_checkpointing needs a model of this"),
-        ({"save_lora_only": True}, "--save_lora_only needs a model with LoRA"),
+        ({"save_lora_only": True}, "--save_lora_only needs a model of this package"),
     ],
 )
 def test_settings_for_this_package_s_models_alone_are_errors(make, settings, message):

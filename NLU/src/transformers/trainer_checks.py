@@ -140,6 +140,9 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         ValueError: the model does not support a setting.
     """
     ours = isinstance(model, PreTrainedModel)
+    for name in ("gradient_checkpointing", "torch_compile", "save_lora_only"):
+        if getattr(args, name) and not ours:
+            raise ValueError(f"--{name} needs a model of this package: leave it out")
     if args.save_lora_only and not adapted_by(model):
         raise ValueError(
             "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
@@ -147,9 +150,6 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         )
     if args.lora_plus_ratio != 1 and not lora_layers(model):
         raise ValueError("--lora_plus_ratio needs a model with LoRA: add --apply_lora")
-    for name in ("gradient_checkpointing", "torch_compile"):
-        if getattr(args, name) and not ours:
-            raise ValueError(f"--{name} needs a model of this package: leave it out")
     if ours:
         consistency.check(model.config)
         known = inspect.signature(model.forward).parameters
