@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 
 import pytest
 from small_trainers import Line, make_line_trainer, make_points
@@ -169,7 +170,9 @@ def test_callbacks_can_stop_a_run_or_an_epoch(make, event, request_name, steps):
     if event == "on_substep_end":
         settings["gradient_accumulation_steps"] = 2
     trainer = make(callbacks=[asking(event, request_name)], **settings)
-    assert trainer.train().global_step == steps
+    result = trainer.train()
+    assert result.global_step == steps
+    assert math.isfinite(result.training_loss)
 
 
 class Endless(IterableDataset):

@@ -31,12 +31,13 @@ IDS = torch.tensor([[0, 5, 6, 2]])
             "token_type_ids has 1, but the model has embeddings of 0 to 0: leave them out",
         ),
         (
-            {"input_ids": IDS, "labels": torch.tensor([2])},
+            {"input_ids": IDS.expand(2, -1), "labels": torch.tensor([-100, 2])},
             ValueError,
             "a label is 2, but the model takes whole numbers from 0 to 1: leave hidden labels",
         ),
         ({"input_ids": IDS, "labels": torch.tensor([-1])}, ValueError, "a label is -1, but the"),
         ({"input_ids": IDS, "labels": torch.rand(1)}, ValueError, "labels are float32, but the"),
+        ({"input_ids": IDS, "labels": torch.ones(1, dtype=torch.int32)}, RuntimeError, "Int"),
         (
             {"input_ids": IDS, "token_type_ids": IDS[:, 1:]},
             ValueError,
@@ -45,7 +46,7 @@ IDS = torch.tensor([[0, 5, 6, 2]])
     ],
     ids=[
         *("row", "3d", "list", "encoding", "row of embeddings", "new", "negative", "types"),
-        *("label", "negative label", "score", "few types"),
+        *("label", "negative label", "score", "int32", "few types"),
     ],
 )
 def test_a_wrong_batch_is_named(arguments, error, message):
