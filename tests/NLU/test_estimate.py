@@ -156,11 +156,16 @@ def test_figures_of_a_run_on_data(estimate, tiny_base, tiny_glue):
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
 
-def test_more_devices_make_fewer_updates(estimate, tiny_base, tiny_glue):
+@pytest.mark.parametrize(("accumulated", "steps", "batches"), [(1, "4", 1), (5, "2", 2)])
+def test_more_devices_make_fewer_updates(
+    estimate, tiny_base, tiny_glue, accumulated, steps, batches
+):
     data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 2]
-    figures = estimate(*common(tiny_base), *data, *LORA, "--estimate_devices", 3)
-    assert figures["optimizer steps"] == "4"
-    assert figures["an optimizer step"] == "3 batches, 1 a device"
+    flags = ["--estimate_devices", 3, "--gradient_accumulation_steps", accumulated]
+    figures = estimate(*common(tiny_base), *data, *LORA, *flags)
+    assert figures["optimizer steps"] == steps
+    # Of the two in an epoch, if that is shorter than an accumulation.
+    assert figures["an optimizer step"] == f"{3 * batches} batches, {batches} a device"
 
 
 def test_a_length_replaces_the_data(estimate, tiny_base):

@@ -91,9 +91,11 @@ def estimate_run(
     with _without_output(args) as own:
         devices = estimate_args.estimate_devices or own.world_size
         steps = args.max_steps if args.max_steps > 0 else None
+        an_update = args.gradient_accumulation_steps
         if counted:
             shared = TrainingBatches(count, size, args.seed, devices, drop_last=drop)
             steps = args.updates_of(len(shared))
+            an_update = min(an_update, len(shared))  # a short epoch makes one update
 
         def build(layers: int | None) -> Training:
             shape = config if layers is None else _with_layers(config, layers)
@@ -106,7 +108,7 @@ def estimate_run(
             build,
             batch_of,
             *notable,
-            batches=args.gradient_accumulation_steps,
+            batches=an_update,
             steps=steps,
             device=own.device,
             dtype=args.compute_dtype,
