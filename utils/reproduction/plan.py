@@ -94,7 +94,7 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
     if path.is_file() and (before := read_json(path)) != settings:
         raise ValueError(
             f"{out}: holds runs made with {_in_words(before)}, not with {_in_words(settings)}: "
-            "give the same flags, or another --output_dir"
+            "give the same flags or another --output_dir, or remove this folder to begin anew"
         )
     out.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, json.dumps(settings) + "\n")
