@@ -250,10 +250,22 @@ def test_only_what_was_installed_last_is_not_installed_again(tmp_path):
     shutil.copy(ROOT / "utils" / script.name, script)
     python.write_text('#!/bin/sh\n[ "$1" = -m ] && cat constraints.txt >>noted.txt\nexit 0\n')
     python.chmod(0o755)
-    for version, more in (("1", "--with-tests"), ("1", ""), ("2", ""), ("2", ""), ("1", "")):
+    installed = tmp_path / ".venv/lib/python3.11/site-packages"
+    for name in ("loralib-0.2.0", "transformers-4.4.2+lora.1"):
+        record = installed / f"{name}.dist-info/direct_url.json"
+        record.parent.mkdir(parents=True)
+        record.write_text('{"dir_info": {"editable": true}, "url": "file:///x"}')
+
+    def install(version: str, *flags: str) -> None:
         files[0].write_text(version)
-        subprocess.run(["bash", script, *more.split()], check=True, capture_output=True)
+        subprocess.run(["bash", script, *flags], check=True, capture_output=True)
+
+    for version, *flags in (["1", "--with-tests"], ["1"], ["2"], ["2"], ["1"]):
+        install(version, *flags)
     assert (tmp_path / "noted.txt").read_text() == "121"
+    record.write_text('{"dir_info": {}, "url": "file:///x"}')  # as after `pip install ./NLU`
+    install("1")
+    assert (tmp_path / "noted.txt").read_text() == "1211"
 
 
 def test_the_fork_requires_this_version_of_loralib():

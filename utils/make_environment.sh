@@ -83,11 +83,17 @@ if [ ! -x .venv/bin/python ]; then
     fi
 fi
 
+# Whether both packages run from this folder: `pip install .` puts a copy in a package's place.
+are_editable() {
+    local records=(.venv/lib/python*/site-packages/{loralib,transformers}-*.dist-info/direct_url.json)
+    [ "$(grep -ls '"editable": true' "${records[@]}" | wc -l)" -eq 2 ]
+}
+
 # What was installed last, and from which files: the same again means there is nothing to do.
 files=$(cat constraints.txt setup.py NLU/setup.py {NLG,utils,docs}/requirements.txt | cksum)
 state="${packages[*]} $files"
 stamp=.venv/installed
-if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
+if ! are_editable || ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
     echo "installing into .venv, which takes minutes where PyTorch is downloaded: ${packages[*]}"
     # On a terminal, pip shows what it downloads.
     options=(--disable-pip-version-check)
