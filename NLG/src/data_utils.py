@@ -282,6 +282,21 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Yields this process's batches of one epoch, shuffled, all of full size.
 
+    Args:
+        dataset, dist_env, seed, epoch: as for `training_order`.
+        skip: how many batches to skip at the beginning, when a run is resumed.
+        collate: makes a batch of rows.
+
+    Raises:
+        ValueError: as for `batches_per_epoch`.
+    """
+    order = training_order(dataset, dist_env, seed, epoch)[skip * dataset.batch_size :]
+    return _batches(dataset, order, dist_env, collate)
+
+
+def training_order(dataset: FT_Dataset, dist_env: DistEnv, seed: int, epoch: int) -> list[int]:
+    """Returns the examples of this process's batches in one epoch.
+
     The order is that of `torch.utils.data.DistributedSampler`. It depends only on seed and epoch,
     not on any global random generator.
 
@@ -290,8 +305,6 @@ def training_batches(
         dist_env: this process.
         seed: the run's seed, the same on all processes.
         epoch: the epoch's number, counted from 1.
-        skip: how many batches to skip at the beginning, when a run is resumed.
-        collate: makes a batch of rows.
 
     Raises:
         ValueError: as for `batches_per_epoch`.
@@ -300,9 +313,7 @@ def training_batches(
         dataset, dist_env.world_size, dist_env.rank, shuffle=True, seed=seed
     )
     sampler.set_epoch(epoch)
-    size = dataset.batch_size
-    order = list(sampler)[skip * size : batches_per_epoch(dataset, dist_env) * size]
-    return _batches(dataset, order, dist_env, collate)
+    return list(sampler)[: batches_per_epoch(dataset, dist_env) * dataset.batch_size]
 
 
 def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch]:

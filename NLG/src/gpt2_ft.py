@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from data_utils import (
     collate,
     count_tokens,
     short_batch,
+    training_order,
     validation_batches,
 )
 from gpt2_ft_arguments import check_fits, parse_args
@@ -539,11 +540,11 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     fp16, bf16 = estimate_precision(args.fp16, args.bf16, device)
     precise = argparse.Namespace(**{**vars(args), "fp16": fp16, "bf16": bf16})
     data = estimated_data(args)
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.random_seed))
-    batches = order.split(args.train_batch_size)
     lengths = [data[index].length for index in range(len(data))]
     devices = args.estimate_devices or dist_env.world_size
-    last_step = estimated_length(args, data, replace(dist_env, world_size=devices))
+    each_device = [replace(dist_env, world_size=devices, rank=rank) for rank in range(devices)]
+    last_step = estimated_length(args, data, each_device[0])
+    epochs = batches_of_epochs(data, each_device, args.random_seed, last_step or 1)
 
     def build(layers: int | None) -> Training:
         return training_of(
@@ -553,7 +554,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     plan = Plan(
         build,
         lambda rows: collate([data[index] for index in rows]),
-        *notable_batches([batch.tolist() for batch in batches], lengths),
+        *notable_batches(epochs, lengths),
         batches=args.grad_acc,
         steps=None if last_step is None else last_step // args.grad_acc,
         device=device,
@@ -581,6 +582,20 @@ def estimated_length(
     set_max_step(args, data, dist_env.world_size)
     end = end_of_schedule(args)
     return None if end is None else last_step_of(args, end, batches_per_epoch(data, dist_env))
+
+
+def batches_of_epochs(
+    data: Sequence[Row], each_device: Sequence[DistEnv], seed: int, last_step: int
+) -> Iterator[list[Sequence[int]]]:
+    """Yields the batches of all devices in each epoch, as the numbers of their rows."""
+    if not isinstance(data, FT_Dataset):
+        yield [range(len(data))]
+        return
+    epochs = math.ceil(last_step / batches_per_epoch(data, each_device[0]))
+    for epoch in range(1, epochs + 1):
+        orders = [training_order(data, device, seed, epoch) for device in each_device]
+        size = data.batch_size
+        yield [order[at : at + size] for order in orders for at in range(0, len(order), size)]
 
 
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 LAYERS_TIMED = 2
 # For how many seconds steps are timed.
 _TIMED = 2.0
+# How many epochs are searched for the largest batches; a run by steps may have any number.
+_EPOCHS = 100
 # Units and their sizes, from the largest.
 _BYTES = (("GiB", 2**30), ("MiB", 2**20))
 _OPERATIONS = (("PFLOP", 10**15), ("TFLOP", 10**12), ("GFLOP", 10**9))
@@ -119,21 +123,34 @@ class Rows(NamedTuple):
     tokens: int
 
 
+_tokens = attrgetter("tokens")
+
+
 def notable_batches(
-    batches: Iterable[Sequence[int]], lengths: Sequence[int]
+    epochs: Iterable[Iterable[Sequence[int]]], lengths: Sequence[int]
 ) -> tuple[Rows, Rows, Rows]:
-    """Finds the batches that stand for all of them: `Plan`'s typical, largest and most_pairs.
+    """Finds the batches that stand for all of a run: `Plan`'s typical, largest and most_pairs.
 
     Args:
-        batches: the numbers of each batch's rows.
+        epochs: the batches of each epoch, on all devices, as the numbers of their rows. At most
+            100 epochs are looked at. The typical batch is of the first, because the mean hardly
+            differs from epoch to epoch.
         lengths: the number of tokens in each row.
     """
-    each = [Rows(batch, sum(lengths[row] for row in batch)) for batch in batches]
-    mean = sum(rows.tokens for rows in each) / len(each)
-    typical = min(each, key=lambda rows: abs(rows.tokens - mean))
-    largest = max(each, key=lambda rows: rows.tokens)
-    most_pairs = max(each, key=lambda rows: sum(lengths[row] ** 2 for row in rows.numbers))
-    return typical, largest, most_pairs
+
+    def pairs(rows: Rows) -> int:
+        return sum(lengths[row] ** 2 for row in rows.numbers)
+
+    def of_epoch(batches: Iterable[Sequence[int]]) -> tuple[Rows, Rows, Rows]:
+        each = [Rows(batch, sum(lengths[row] for row in batch)) for batch in batches]
+        mean = sum(rows.tokens for rows in each) / len(each)
+        typical = min(each, key=lambda rows: abs(rows.tokens - mean))
+        return typical, max(each, key=_tokens), max(each, key=pairs)
+
+    # Only three batches of an epoch are kept at a time: a run of MNLI has 12 million rows.
+    each = map(of_epoch, islice(epochs, _EPOCHS))
+    typical, largest, most_pairs = zip(*each, strict=True)
+    return typical[0], max(largest, key=_tokens), max(most_pairs, key=pairs)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from covering import covering
 from launches import preloaded_python
 from measured_memory import measured_peak
 from paths import ROOT
+from torch.utils.data import DistributedSampler
 
 import gpt2_ft
 from data_utils import Row, collate
@@ -123,6 +124,30 @@ def test_accumulation_and_more_devices(figures_of):
     assert figures["an optimizer step"] == "6 batches, 2 a device"
     # An epoch's 16 rows are 6 on each device, which are one full batch of 4; two are an update.
     assert figures["optimizer steps"] == "3"
+
+
+class Searched(Exception):
+    """Ends an estimate where it searches its batches: (the batches of each epoch, lengths)."""
+
+
+def search(epochs, lengths):
+    """Stands for `notable_batches`."""
+    raise Searched(list(epochs), lengths)
+
+
+def test_batches_of_all_devices_and_epochs_are_searched(figures_of, monkeypatch):
+    monkeypatch.setattr(gpt2_ft, "notable_batches", search)
+    with pytest.raises(Searched) as searched:
+        figures_of("--max_epoch", 3, "--estimate_devices", 2, "--random_seed", 7)
+    found, lengths = searched.value.args
+    samplers = [DistributedSampler(lengths, 2, rank, seed=7) for rank in range(2)]
+    expected = []
+    for epoch in (1, 2, 3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        # 16 rows with those that fill up the last batch: two batches of 4 on each device.
+        expected.append([order[at : at + 4] for order in map(list, samplers) for at in (0, 4)])
+    assert found == expected
 
 
 def test_without_data_rows_have_the_maximum_length(figures_of):

@@ -1,6 +1,7 @@
 """--estimate: its figures against what training steps take, and the flags that it refuses."""
 
 import re
+from itertools import chain
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     training_args,
 )
 from transformers.data.data_collator import PackedCollator
+from transformers.trainer_data import TrainingBatches
 from transformers.trainer_estimate import published_settings, training_of
 
 # Steps on fake tensors take a second each.
@@ -166,6 +168,35 @@ def test_more_devices_make_fewer_updates(
     assert figures["optimizer steps"] == steps
     # Of the two in an epoch, if that is shorter than an accumulation.
     assert figures["an optimizer step"] == f"{3 * batches} batches, {batches} a device"
+
+
+class Searched(Exception):
+    """Ends an estimate where it searches its batches: (the batches of each epoch, lengths)."""
+
+
+def search(epochs, lengths):
+    """Stands for `notable_batches`."""
+    raise Searched([sorted(batches) for batches in epochs], lengths)
+
+
+@pytest.mark.parametrize("flag", [None, "--group_by_length", "--dataloader_drop_last"])
+def test_batches_of_all_devices_and_epochs_are_searched(
+    estimate, tiny_base, tiny_glue, monkeypatch, flag
+):
+    monkeypatch.setattr(trainer_estimate, "notable_batches", search)
+    data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 3]
+    with pytest.raises(Searched) as searched:
+        estimate(*common(tiny_base), *data, "--estimate_devices", 4, *([flag] if flag else []))
+    found, lengths = searched.value.args
+    lengths = lengths if flag == "--group_by_length" else None
+    drop = flag == "--dataloader_drop_last"
+    ranks = [TrainingBatches(45, 8, 42, 4, rank, drop, lengths) for rank in range(4)]
+    expected = []
+    for epoch in range(3):
+        for each in ranks:
+            each.epoch = epoch
+        expected.append(sorted(chain(*ranks)))
+    assert found == expected
 
 
 def test_a_length_replaces_the_data(estimate, tiny_base):

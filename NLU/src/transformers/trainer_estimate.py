@@ -5,10 +5,12 @@ model's settings define its shapes. The settings of the paper's models are in th
 """
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +86,23 @@ def estimate_run(
         counted: whether `dataset` has as many examples as the training set.
     """
     lengths = lengths_of(dataset)
-    grouped, drop = lengths if args.group_by_length else None, args.dataloader_drop_last
-    count, size = len(lengths), args.train_batch_size
-    batches = TrainingBatches(count, size, args.seed, drop_last=drop, lengths=grouped)
-    notable = notable_batches(list(batches), lengths)
     with _without_output(args) as own:
         devices = estimate_args.estimate_devices or own.world_size
+        sharing = devices if counted else 1  # else, the set is one device's batch
+        # One process with the batches of all devices, see `TrainingBatches`.
+        batches = TrainingBatches(
+            len(lengths),
+            args.train_batch_size * sharing,
+            args.seed,
+            drop_last=args.dataloader_drop_last,
+            lengths=lengths if args.group_by_length else None,
+        )
         steps = args.max_steps if args.max_steps > 0 else None
-        an_update = args.gradient_accumulation_steps
+        an_update, epochs = args.gradient_accumulation_steps, 1
         if counted:
-            shared = TrainingBatches(count, size, args.seed, devices, drop_last=drop)
-            steps = args.updates_of(len(shared))
-            an_update = min(an_update, len(shared))  # a short epoch makes one update
+            steps = args.updates_of(len(batches))
+            an_update = min(an_update, len(batches))  # a short epoch makes one update
+            epochs = math.ceil(steps / args.updates_per_epoch(len(batches)))
 
         def build(layers: int | None) -> Training:
             shape = config if layers is None else _with_layers(config, layers)
@@ -107,7 +114,7 @@ def estimate_run(
         plan = Plan(
             build,
             batch_of,
-            *notable,
+            *notable_batches(_epochs_of(batches, sharing, epochs), lengths),
             batches=an_update,
             steps=steps,
             device=own.device,
@@ -116,6 +123,16 @@ def estimate_run(
             rate=rate_of(estimate_args.estimate_rate),
         )
         return estimate(plan)
+
+
+def _epochs_of(
+    batches: TrainingBatches, devices: int, epochs: int
+) -> Iterator[Iterator[Sequence[int]]]:
+    """Yields the batches of each epoch, cut into those of the devices."""
+    for epoch in range(epochs):
+        batches.epoch = epoch
+        each = ([rows[first::devices] for first in range(devices)] for rows in batches)
+        yield filter(None, chain.from_iterable(each))  # the last rows may not be enough for all
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Tests of estimates: a training step's counts against formulas and real steps, and the table."""
 
 from functools import partial
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -200,10 +201,18 @@ def test_a_rate_is_measured_by_whole_training_steps(monkeypatch):
 
 def test_notable_batches_are_the_typical_and_the_largest_ones():
     lengths = [4, 4, 15, 1, 9, 9]
-    typical, largest, most_pairs = notable_batches([[0, 1], [2, 3], [4, 5]], lengths)
+    epochs = [[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 4], [3, 5]], [[0, 5], [2, 1], [3, 4]]]
+    typical, largest, most_pairs = notable_batches(epochs[:1], lengths)
     assert typical == Rows([2, 3], 16)  # the mean is 14
     assert largest == Rows([4, 5], 18)
     assert most_pairs == Rows([2, 3], 16)  # pairs: 32, 226 and 162
+    assert notable_batches(epochs, lengths) == (typical, Rows([2, 4], 24), Rows([2, 4], 24))
+
+
+def test_of_a_run_without_end_the_first_epochs_are_searched():
+    first, other = [[0], [1]], [[0, 1]]
+    epochs = chain([first], repeat(other, 98), [[[0, 0, 1]]], repeat([[0] * 9]))
+    assert notable_batches(epochs, [2, 3])[1] == Rows([0, 0, 1], 7)  # of the hundredth
 
 
 def plan_of(**changes) -> Plan:
