@@ -78,7 +78,7 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(make_trainer, model_of, f
     model = copy.deepcopy(expected)
     loader = make_trainer(model, train=make_data(9)).get_train_dataloader()
     graphs = compile_layers(model.base_model.encoder.layer)
-    warm_up = EpochBatches(loader, seed=0, device=torch.device("cpu")).example()
+    warm_up = EpochBatches(loader, 0, torch.device("cpu"), step_size=4).example()
     assert len(warm_up["labels"]) == 2
     for batch in (warm_up, *map(batch_of, LENGTHS)):
         ours, theirs = (network(**batch).loss for network in (model, expected))

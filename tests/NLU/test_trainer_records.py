@@ -268,8 +268,9 @@ def logged(caplog, heading: str) -> dict[str, str]:
 
 
 def test_one_step_and_one_epoch_are_in_the_singular(make_trainer, caplog):
-    settings = {"log_level": "info", "num_train_epochs": 1, "per_device_train_batch_size": 20}
-    trainer = make_trainer(**settings)
+    """An epoch shorter than an accumulation makes a step of all its examples."""
+    settings = {"log_level": "info", "num_train_epochs": 1, "per_device_train_batch_size": 8}
+    trainer = make_trainer(**settings, gradient_accumulation_steps=5)
     trainer.train()
     trainer.log_end()
     assert logged(caplog, "training")["steps"] == "1 of 20 examples, 1 epoch"

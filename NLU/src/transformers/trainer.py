@@ -477,8 +477,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             check_not_beyond(checkpoint, self.state.global_step, max_steps, NEW_RUN)
             warn_of_length(checkpoint, self.state.max_steps, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
-        self._resumed_from = self.state.global_step
-        self._log_beginning(passes.examples, max_steps, checkpoint)
+        self._resumed_from, self._examples = self.state.global_step, 0
+        self._log_beginning(passes, max_steps, checkpoint)
 
         self._call("on_train_begin")
         if self._resumed_from >= max_steps:
@@ -549,12 +549,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._load_best()
 
     def _summary(self, start: float) -> TrainOutput:
-        """Logs and returns the run's result; its speed counts only the steps since it resumed."""
-        args, steps = self.args, self.state.global_step
-        progress = self._progress
+        """Logs and returns the run's result; its speed counts only what follows its resuming."""
+        progress, steps = self._progress, self.state.global_step
         loss = self._mean_loss(progress.loss_total, progress.weight_total, steps)
-        an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        metrics = speed_metrics("train", start, (steps - self._resumed_from) * an_update)
+        metrics = speed_metrics("train", start, self._examples)
         self.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
@@ -632,7 +630,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 longest = self.model.config.longest_sequence
                 collator = FillingCollator(collator, _IGNORED, longest)
             loader.collate_fn = collator
-        return EpochBatches(loader, self.args.seed, self.args.device)
+        args = self.args
+        return EpochBatches(loader, args.seed, args.device, args.train_batch_size * args.world_size)
 
     def _begin(self, checkpoint: str | None, passes: EpochBatches) -> str | None:
         """Resumes from a checkpoint or begins a new run, and tells the launcher that it has begun.
@@ -677,6 +676,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             if index % args.gradient_accumulation_steps == 0:
                 self._call("on_step_begin")
             self._add_gradients(inputs, passes.weight(index), update)
+            self._examples += passes.size(index)
             progress.batches = index + 1
             if update:
                 self._update()

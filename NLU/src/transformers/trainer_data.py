@@ -87,14 +87,15 @@ class TrainingBatches:
 
         The mean over processes of the weighted losses is the mean over the step's examples.
         """
-        return self._own_of(step) * self.world_size / self._size(step)
+        return self._own_of(step) * self.world_size / self.size(step)
 
-    def _size(self, step: int) -> int:
+    def size(self, step: int) -> int:
+        """Returns the number of examples in a step, over all processes."""
         return min(self.step_size, self.count - step * self.step_size)
 
     def _own_of(self, step: int) -> int:
         """Returns how many of a step's examples are this process's."""
-        return len(range(self.rank, self._size(step), self.world_size))
+        return len(range(self.rank, self.size(step), self.world_size))
 
     def _order(self) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -176,13 +177,14 @@ class EpochBatches:
             other loader, a resumed run reads the batches that it has seen again.
         seed: the seed for the loader's workers.
         device: the device on which the run computes.
+        step_size: the examples of a full batch, over all processes.
 
     Attributes:
         length: the number of batches per epoch; None if unknown.
     """
 
-    def __init__(self, loader: Any, seed: int, device: torch.device):
-        self.loader, self.seed, self.device = loader, seed, device
+    def __init__(self, loader: Any, seed: int, device: torch.device, step_size: int):
+        self.loader, self.seed, self.device, self.step_size = loader, seed, device, step_size
         self.batches = _batches_of(loader)
         self.length = length_of(loader)
         if self.length == 0:
@@ -208,6 +210,10 @@ class EpochBatches:
     def weight(self, index: int) -> float:
         """Returns the factor for this process's mean loss in a batch; see `TrainingBatches`."""
         return 1.0 if self.batches is None else self.batches.weight(index)
+
+    def size(self, index: int) -> int:
+        """Returns a batch's examples, over all processes; with a user's loader, a full one's."""
+        return self.step_size if self.batches is None else self.batches.size(index)
 
     def begin(
         self, epoch: int, skip: int, step: int, rng: dict[str, Any] | None

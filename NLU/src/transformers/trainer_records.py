@@ -22,7 +22,7 @@ from .modeling_utils import PreTrainedModel
 from .trainer_callback import CallbackHandler, TrainerState
 from .trainer_checkpoint import TRAINER_STATE_NAME
 from .trainer_checks import why_no_graphs
-from .trainer_data import length_of
+from .trainer_data import EpochBatches, length_of
 from .trainer_progress import Progress
 from .trainer_pt_utils import metrics_format
 from .trainer_utils import is_score, save_metrics
@@ -55,7 +55,7 @@ class TrainerRecords:
         self.state.log_history.append(shown | {"step": step})
         self._call("on_log", shown)
 
-    def _log_beginning(self, examples: int, max_steps: int, checkpoint: str | None) -> None:
+    def _log_beginning(self, passes: EpochBatches, max_steps: int, checkpoint: str | None) -> None:
         """Logs, in the main process, what is trained, on which data and where.
 
         All processes have to call it, because `share_warnings` gathers from all.
@@ -70,7 +70,7 @@ class TrainerRecords:
             )
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
-            rows = [*self._about_model(), *self._about_data(examples, max_steps)]
+            rows = [*self._about_model(), *self._about_data(passes, max_steps)]
             is_own = self._has_own_step()
             if args.cuda_graphs and is_own:  # else a warning follows
                 rows.append(IN_USE)
@@ -98,16 +98,18 @@ class TrainerRecords:
             ("devices", devices_in_words(args.device, args.world_size)),
         ]
 
-    def _about_data(self, examples: int, max_steps: int) -> list[tuple[str, str]]:
+    def _about_data(self, passes: EpochBatches, max_steps: int) -> list[tuple[str, str]]:
         args = self.args
-        batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        known = counted(examples, "example") if examples else "of unknown length"
+        batches = args.gradient_accumulation_steps
+        batches = min(batches, passes.length or batches)  # a short epoch makes one update
+        an_update = sum(map(passes.size, range(batches)))
+        known = counted(passes.examples, "example") if passes.examples else "of unknown length"
         epochs = f", {counted(args.num_train_epochs, 'epoch')}" if args.max_steps <= 0 else ""
         evaluated = length_of(self.eval_dataset)
         return [
             ("training set", known),
             *([("evaluated on", counted(evaluated, "example"))] if evaluated else []),
-            ("steps", f"{steps_in_words(max_steps, batch)}{epochs}"),
+            ("steps", f"{steps_in_words(max_steps, an_update)}{epochs}"),
             ("learning rate", f"{args.learning_rate:g}"),
             ("output", os.path.abspath(args.output_dir)),
         ]
