@@ -156,6 +156,8 @@ def test_figures_of_a_run_on_data(estimate, tiny_base, tiny_glue):
     assert figures["optimizer steps"] == "12"  # of 45 rows, 8 at a time, twice
     assert figures["a batch"].startswith("8 rows; ")
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
+    padded = estimate(*common(tiny_base), *data, *LORA, "--pad_to_max_length")
+    assert padded["a batch"] == figures["a batch"]
 
 
 @pytest.mark.parametrize(("accumulated", "steps", "batches"), [(1, "4", 1), (5, "2", 2)])

@@ -85,17 +85,16 @@ def estimate_run(
         collator: makes batches of them.
         counted: whether `dataset` has as many examples as the training set.
     """
-    lengths = lengths_of(dataset)
     with _without_output(args) as own:
         devices = estimate_args.estimate_devices or own.world_size
         sharing = devices if counted else 1  # else, the set is one device's batch
         # One process with the batches of all devices, see `TrainingBatches`.
         batches = TrainingBatches(
-            len(lengths),
+            len(dataset),
             args.train_batch_size * sharing,
             args.seed,
             drop_last=args.dataloader_drop_last,
-            lengths=lengths if args.group_by_length else None,
+            lengths=lengths_of(dataset) if args.group_by_length else None,
         )
         steps = args.max_steps if args.max_steps > 0 else None
         an_update, epochs = args.gradient_accumulation_steps, 1
@@ -114,7 +113,7 @@ def estimate_run(
         plan = Plan(
             build,
             batch_of,
-            *notable_batches(_epochs_of(batches, sharing, epochs), lengths),
+            *notable_batches(_epochs_of(batches, sharing, epochs), _tokens_of(dataset)),
             batches=an_update,
             steps=steps,
             device=own.device,
@@ -133,6 +132,13 @@ def _epochs_of(
         batches.epoch = epoch
         each = ([rows[first::devices] for first in range(devices)] for rows in batches)
         yield filter(None, chain.from_iterable(each))  # the last rows may not be enough for all
+
+
+def _tokens_of(dataset: Any) -> list[int]:
+    """Returns the number of tokens of every example, without padding, which is not computed."""
+    is_table = hasattr(dataset, "column_names")
+    rows = dataset["attention_mask"] if is_table else (row["attention_mask"] for row in dataset)
+    return [sum(mask if isinstance(mask[0], int) else chain.from_iterable(mask)) for mask in rows]
 
 
 @contextmanager
