@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_trainers import make_line_trainer
+from small_trainers import Line, make_line_trainer
 from trainer_runs import make_data, sequence, without_runtimes
 
 from loralib.errors import DiskFullError
@@ -305,9 +305,15 @@ def test_only_the_main_process_logs_the_tables(make_trainer, caplog, monkeypatch
 
 
 def test_any_module_is_named_by_its_class(tmp_path, caplog):
-    make_line_trainer(tmp_path, log_level="info").train()
+    """And a user's own optimizer has its own rates."""
+    model = Line()
+    groups = [{"params": [model.a], "lr": 0.02}, {"params": [model.b]}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    settings = {"log_level": "info", "optimizers": (optimizer, None)}
+    make_line_trainer(tmp_path, model=model, warmup_steps=2, **settings).train()
     rows = logged(caplog, "training")
     assert (rows["model"], rows["adapted by"]) == ("Line", "nothing")
+    assert rows["learning rate"] == "0.02, 0.01"
 
 
 @pytest.mark.parametrize("main", [True, False])

@@ -61,9 +61,7 @@ class TrainerRecords:
         All processes have to call it, because `share_warnings` gathers from all.
         """
         args = self.args
-        groups = self.optimizer.param_groups
-        # Schedulers keep the peak rate as "initial_lr"; the current rate may begin at 0.
-        if all(group.get("initial_lr", group.get("lr")) == 0 for group in groups):
+        if self._peak_rates() == [0]:
             logger.warning(
                 "the learning rate is 0, so nothing is trained and the initial weights are saved: "
                 "give a --learning_rate"
@@ -110,9 +108,16 @@ class TrainerRecords:
             ("training set", known),
             *([("evaluated on", counted(evaluated, "example"))] if evaluated else []),
             ("steps", f"{steps_in_words(max_steps, an_update)}{epochs}"),
-            ("learning rate", f"{args.learning_rate:g}"),
+            ("learning rate", ", ".join(f"{rate:g}" for rate in self._peak_rates())),
             ("output", os.path.abspath(args.output_dir)),
         ]
+
+    def _peak_rates(self) -> list[float]:
+        """Returns the optimizer's learning rates, each once: those of `args` or the user's own."""
+        groups = self.optimizer.param_groups
+        # Schedulers keep the peak rate as "initial_lr"; the current rate may begin at 0.
+        rates = (group.get("initial_lr", group.get("lr")) for group in groups)
+        return list(dict.fromkeys(float(rate) for rate in rates if rate is not None))
 
     def log_end(self) -> None:
         """Logs, in the main process, a run's results and where its files are.
