@@ -544,6 +544,8 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     devices = args.estimate_devices or dist_env.world_size
     each_device = [replace(dist_env, world_size=devices, rank=rank) for rank in range(devices)]
     last_step = estimated_length(args, data, each_device[0])
+    if last_step is not None:
+        check_updates(args.grad_acc, last_step)
     epochs = batches_of_epochs(data, each_device, args.random_seed, last_step or 1)
 
     def build(layers: int | None) -> Training:

@@ -220,7 +220,14 @@ def test_values_that_are_refused(more, message):
         flags(*more)
 
 
-def test_a_row_longer_than_the_model(tiny, tmp_path):
-    argv = tiny.flags(tmp_path / "run", "--estimate", "--seq_len", "999", "--max_step", "1")
-    with pytest.raises(ValueError, match="--seq_len 999: the model has 32 positions"):
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seq_len", "999"], "--seq_len 999: the model has 32 positions"),
+        (["--grad_acc", "2"], "the run has 1 steps, so it would make no update"),
+    ],
+)
+def test_what_a_run_refuses(tiny, tmp_path, more, message):
+    argv = tiny.flags(tmp_path / "run", "--estimate", "--max_step", "1", *more)
+    with pytest.raises(ValueError, match=message):
         gpt2_ft.main(argv)
