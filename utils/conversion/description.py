@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from conversion.adapters import with_metadata
 from conversion.dtypes import dtypes_of
 from loralib.adapters.adapter import LORA, Adapter, in_words
-from loralib.adapters.deltas import lora_pairs
+from loralib.adapters.deltas import START_A, START_B, lora_pairs
 from loralib.adapters.names import within_layer
 
 _REACHED = {
@@ -20,8 +20,9 @@ def describe(adapter: Adapter) -> dict[str, str]:
     pairs = lora_pairs(adapter.tensors, adapter.source)
     stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
     each = f" ({stacked} updates in each module)" if stacked > 1 else ""
-    lora = sum(t.numel() for name, t in adapter.tensors.items() if LORA.part in name)
-    others = sum(t.numel() for t in adapter.tensors.values()) - lora
+    sizes = {n: t.numel() for n, t in adapter.tensors.items() if not n.endswith((START_A, START_B))}
+    lora = sum(size for name, size in sizes.items() if LORA.part in name)
+    others = sum(sizes.values()) - lora
     said = {
         "format": adapter.format,
         "rank": f"{metadata.rank}{each}{_exceptions(metadata.rank_pattern)}",

@@ -105,6 +105,8 @@ def test_info_lists_all_that_metadata_hold():
     layers = [f"transformer.h.{i}.attn.c_attn" for i in range(5)]
     tensors = {f"{name}.lora_A": torch.ones(4, 8) for name in layers}
     tensors |= {f"{name}.lora_B": torch.ones(24, 2) for name in layers}
+    # The initial values are no parameters.
+    tensors |= {f"{name}_start": torch.ones_like(t) for name, t in tensors.items()}
     tensors["lm_head.decoder.weight"] = torch.ones(400, 1024)
     metadata = LoraMetadata(
         base="gpt2",
@@ -139,7 +141,7 @@ def test_info_lists_all_that_metadata_hold():
         "biases": "all",
         "positions": "updated by LoRA, as in PEFT",
         "parameters": "400 of LoRA, 409,600 others",
-        "size": "1.56 MiB",
+        "size": "1.57 MiB",
         "dtype": "float32",
         "base": "gpt2",
         "revision": "v2",
