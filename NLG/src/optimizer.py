@@ -77,7 +77,6 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
         lr=args.lr,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epislon,
-        weight_decay=args.weight_decay,
         correct_bias=args.correct_bias,
     )
 

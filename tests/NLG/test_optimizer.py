@@ -148,7 +148,8 @@ def half_cosine(x: float) -> float:
     ],
 )
 def test_rates_step_by_step(flags, expected):
-    scheduler = scheduler_for("--lr", 0.3, "--max_step", 5, "--scheduler", *flags.split())
+    points = ["--i_steps", "0,9", "--i_lrs", "1,1"]  # which only cycle uses
+    scheduler = scheduler_for("--lr", 0.3, "--max_step", 5, *points, "--scheduler", *flags.split())
     found = rates(scheduler, 7)
     assert found == pytest.approx([0.3 * factor for factor in expected], abs=1e-15)
     assert found == [scheduler.lr_at(step) for step in range(7)]
@@ -192,8 +193,9 @@ def test_a_scheduler_resumes_where_it_stopped():
     assert rates(resumed, 2) == whole[7:]
 
 
-def test_before_its_first_step_a_scheduler_has_the_optimizers_rate():
-    assert scheduler_for("--lr", 0.3, "--max_step", 5, "--warmup_step", 3).lr == 0.3
+@pytest.mark.parametrize("lr", [0.3, 0])
+def test_before_its_first_step_a_scheduler_has_the_optimizers_rate(lr):
+    assert scheduler_for("--lr", lr, "--max_step", 5, "--warmup_step", 3).lr == lr
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,7 @@ def test_before_its_first_step_a_scheduler_has_the_optimizers_rate():
         ("--scheduler cycle --i_steps 0,1.5 --i_lrs 1,1", "--i_steps '0,1.5': not whole"),
         ("--scheduler cycle --i_steps 0,5 --i_lrs 1,", "--i_lrs '1,': not numbers"),
         ("--scheduler cycle --i_steps 0,5 --i_lrs 1,nan", "--i_lrs 1,nan: has to be"),
+        ("--scheduler cycle --i_steps 0,5 --i_lrs 1,inf", "--i_lrs 1,inf: has to be"),
         ("--scheduler cycle --i_steps 0,5 --i_lrs 1,-1", "--i_lrs 1,-1: has to be"),
     ],
 )
@@ -230,9 +233,10 @@ def test_unknown_schedulers_are_refused(name, capsys):
 @pytest.mark.parametrize(("max_step", "warnings"), [(5, 1), (10, 0)])
 def test_a_warmup_longer_than_the_run_is_warned_of(max_step, warnings, caplog):
     with caplog.at_level(logging.WARNING, logger=optimizer_module.__name__):
-        scheduler = scheduler_for("--lr", 1, "--max_step", max_step, "--warmup_step", 10)
+        scheduler = scheduler_for("--lr", 2, "--max_step", max_step, "--warmup_step", 10)
     assert len(caplog.records) == warnings
-    assert rates(scheduler, 5) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    assert rates(scheduler, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    assert all("the rate ends at 0.8, below --lr 2" in line for line in caplog.messages)
 
 
 def test_help_lists_the_schedulers_of_the_release_that_are_missing(capsys):
