@@ -85,8 +85,10 @@ def check_is_one_file(path: str) -> None:
     if not path:  # for example a shell variable that is not set
         raise CheckpointError("the path of the base is empty: give a file as --init_checkpoint")
     if not Path(path).exists():
+        names, _ = _weights_in(Path(path).parent)
+        others = f"; its folder holds {names}" if names else ""
         raise CheckpointError(
-            f"{path}: no such checkpoint file{seen_from(path)}; "
+            f"{path}: no such checkpoint file{seen_from(path)}{others}; "
             "download_pretrained_checkpoints.sh fetches GPT-2's from the hub"
         )
     parts = _is_part(Path(path))

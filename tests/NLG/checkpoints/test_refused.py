@@ -164,10 +164,15 @@ def test_a_truncated_file(tmp_path, base_path, write, share):
 
 
 def test_missing_files_and_files_of_other_kinds(tmp_path, base_path):
-    nowhere, empty = tmp_path / "no.bin", tmp_path / "empty"
-    empty.mkdir()
+    empty, run = tmp_path / "empty", tmp_path / "run"
+    nowhere = empty / "no.bin"
+    for folder in (empty, run):
+        folder.mkdir()
+    for step in (9, 26290):  # the release's last step is one less
+        (run / f"model.{step}.pt").touch()
     for path, way_out in (
         (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
+        (run / "model.26289.pt", "; its folder holds model.26290.pt; download_pretrained"),
         (
             "gpt2-medium",
             f" (relative to {os.getcwd()}); download_pretrained_checkpoints.sh fetches",
