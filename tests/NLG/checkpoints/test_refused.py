@@ -322,6 +322,7 @@ def test_a_file_that_does_not_record_its_alpha(tmp_path, base_path, caplog, lora
         (("--lora_dim", -1), "--lora_dim must be at least 0, not -1"),
         (("--lora_alpha", 0), "--lora_alpha must be above 0, not 0"),
         (("--lora_alpha", "nan"), "--lora_alpha must be above 0, not nan"),
+        (("--lora_alpha", "inf"), "--lora_alpha must be finite, not inf"),
     ],
 )
 def test_flags_out_of_range(flags, message):
