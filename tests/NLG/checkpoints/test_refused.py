@@ -197,7 +197,10 @@ PARTS = ["model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.bin"]
         (["model.7.pt", "model_best.pt"], "model.7.pt, model_best.pt"),
         (["pytorch_model.bin", "training_args.bin", *PARTS], "pytorch_model.bin"),
         (["model-00001-of-00001.safetensors"], "model-00001-of-00001.safetensors"),
-        (["training_args.bin"], "model.safetensors or pytorch_model.bin"),
+        (
+            ["training_args.bin", "optimizer.bin", "scheduler.bin"],
+            "model.safetensors or pytorch_model.bin",
+        ),
     ],
 )
 def test_the_error_about_a_folder_names_its_possible_models(tmp_path, files, named):
@@ -305,6 +308,8 @@ def test_a_file_that_does_not_record_its_alpha(tmp_path, base_path, caplog, lora
     refuses(message, (*given, "--lora_dim", 2), file)
     contradicts = f"{path}: was trained with rank 2, but --lora_dim is 3"
     refuses([contradicts], (*given, "--lora_dim", 3, "--lora_alpha", 6), file)
+    contradicts = f"{path}: was trained with variant lora, but --lora_variant is rslora"
+    refuses([contradicts], (*given, "--lora_variant", "rslora", "--lora_alpha", 6), file)
     args = parse(*given, "--lora_alpha", 32)
     caplog.clear()
     model, _ = open_model(args, None if file is None else str(file))
