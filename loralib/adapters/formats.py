@@ -453,8 +453,15 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
         "is for a kind of model that is not known here: its modules are assumed to be linear "
         "layers, unless its shapes or its metadata (embeddings, slices) say otherwise"
     )
-    of_peft = "; and a weight that the model uses in several places is adapted in all of them"
-    return [remark + of_peft if format == "peft" else remark]
+    if format == "peft":
+        remark += "; and a weight that the model uses in several places is adapted in all of them"
+    has_kernels = any(LORA.part in name and t.dim() > 2 for name, t in adapter.tensors.items())
+    if has_kernels and (adapter.format == "peft") != (format == "peft"):
+        remark += (
+            "; and its convolutions are assumed to have no groups, dilation or padding_mode, "
+            "with which PEFT computes something else"
+        )
+    return [remark]
 
 
 def _write_release(path: Path, adapter: Adapter) -> list[str]:

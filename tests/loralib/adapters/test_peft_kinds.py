@@ -216,6 +216,12 @@ def test_pefts_lora_is_refused_on_convolutions_that_peft_computes_differently(tm
     assert_same_bits(other.state_dict(), before)
     lora.save_adapter(adapted, tmp_path / "a.safetensors")
     lora.load_adapter(other, tmp_path / "a.safetensors")  # our LoRA supports these settings
+    # A conversion does not know the model, so it can only say what it assumes.
+    for source, written in (("a", "b.safetensors"), ("a.safetensors", "b"), ("a", "c")):
+        adapter = lora.read_adapter(tmp_path / source)
+        format = None if written.endswith("s") else "peft"
+        (remark,) = lora.write_adapter(tmp_path / written, adapter, format)
+        assert ("its convolutions are assumed" in remark) is (written != "c")
 
 
 @pytest.mark.parametrize("name", ["c++", "a|b", "(", "x[", "^a", "a?b", "b$", "a(b)"])
