@@ -150,7 +150,6 @@ def _metadata_of(
         metadata,
         rank_pattern=ranks,
         alpha_pattern=others,
-        initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
         # PEFT's update applies wherever a module is used, which includes positions.
         positions=None if metadata.positions is None else True,
         dropout=config.get("lora_dropout") or None,
