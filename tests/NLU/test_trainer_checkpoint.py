@@ -237,8 +237,8 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
 def test_early_stopping_counts_on_in_a_resumed_run(make_trainer, tmp_path):
     def make(*scores):
         callback = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.5)
-        settings = {**every(1), **BEST, "compute_metrics": sequence(*scores)}
-        return make_trainer(callbacks=[callback], **settings)
+        settings = {**every(1), **BEST, "logging_strategy": "epoch"}
+        return make_trainer(callbacks=[callback], compute_metrics=sequence(*scores), **settings)
 
     trainer = make(1, 3, 3.2, 2, 9, 9)
     assert trainer.train().global_step == 4
@@ -246,7 +246,10 @@ def test_early_stopping_counts_on_in_a_resumed_run(make_trainer, tmp_path):
 
     # Resumed from its last checkpoint, the run ends at once; from an earlier one, it continues.
     out = tmp_path / "out"
-    assert make(9).train(str(out / "checkpoint-4")).global_step == 4
+    ended = make(9)
+    assert ended.train(str(out / "checkpoint-4")).global_step == 4
+    histories = [without_runtimes(each.state.log_history) for each in (ended, trainer)]
+    assert histories[0] == histories[1]
     assert make(2, 9).train(str(out / "checkpoint-3")).global_step == 4
     with pytest.raises(ValueError, match="needs --load_best_model_at_end"):
         make_trainer(callbacks=[EarlyStoppingCallback]).train()

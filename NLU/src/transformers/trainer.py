@@ -483,9 +483,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._call("on_train_begin")
         if self._resumed_from >= max_steps:
             self.control.should_training_stop = True
-            # The last step's checkpoint was written before the end of its epoch was processed.
-            if not self._progress.has_ended:
-                self._end_epoch(self._progress.epoch, passes)
+        # The last step's checkpoint was written before the end of its epoch was processed.
+        if self.control.should_training_stop and not self._progress.has_ended:
+            self._end_epoch(self._progress.epoch, passes)
         self._graphs = self._new_graphs()
         try:
             for epoch in range(self._progress.epoch, epochs):
