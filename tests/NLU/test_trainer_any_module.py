@@ -1,5 +1,7 @@
 """The Trainer works with any module, whatever its forward takes and returns."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,19 @@ from transformers.trainer_utils import list_checkpoints
 pytestmark = pytest.mark.slow
 
 WIDTH, CLASSES = 6, 3
+
+
+@dataclass
+class Scored:
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
 OUTPUTS = {
     "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),
     "dict": lambda loss, logits: {"loss": loss, "logits": logits},
     "dict of other names": lambda loss, logits: {"scores": logits, "loss": loss},
+    "dataclass": Scored,
     "output": lambda loss, logits: SequenceClassifierOutput(loss, logits),
 }
 
@@ -438,6 +449,13 @@ def test_a_model_that_returns_no_loss_is_an_error(make, monkeypatch, returned):
     monkeypatch.setattr(Net, "forward", lambda self, x, labels=None: returned)
     with pytest.raises(TrainingError, match="no loss for a batch of x, labels: with labels, its"):
         make(model).train()
+
+
+def test_a_batch_that_is_a_list_is_an_error(make):
+    with pytest.raises(
+        TrainingError, match=r"is a list, not a dict .* have the data_collator make"
+    ):
+        make(Net(), data_collator=lambda rows: [torch.zeros(4, WIDTH)]).train()
 
 
 def test_predictions_need_a_row_for_each_example(make):

@@ -1,6 +1,7 @@
 """Helpers of the Trainer under upstream's names: nested tensors, samplers, gathering, smoothing."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from transformers.trainer_pt_utils import (
     LabelSmoother,
     LengthGroupedSampler,
     SequentialDistributedSampler,
-    _warn_of_tuples,
+    _warn_of_others,
     get_length_grouped_indices,
     get_parameter_names,
     metrics_format,
@@ -267,9 +268,12 @@ def test_labels_that_cannot_be_smoothed_are_errors():
 # ---- predictions, parameter names and metrics ----
 
 
-def test_outputs_left_out_of_predictions_give_one_warning(caplog):
-    logits, states = torch.randn(2, 3), (torch.randn(2, 4), torch.randn(2, 4))
-    _warn_of_tuples.cache_clear()
+@pytest.mark.parametrize(
+    "states", [(torch.zeros(2, 4),), {"s": torch.zeros(2, 4)}, SimpleNamespace(s=torch.zeros(2, 4))]
+)
+def test_outputs_left_out_of_predictions_give_one_warning(caplog, states):
+    logits = torch.randn(2, 3)
+    _warn_of_others.cache_clear()
     for _ in range(2):
         (found,) = predictions_of({"loss": torch.tensor(1.0), "logits": logits, "s": states}, False)
         assert torch.equal(found, logits)

@@ -117,7 +117,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     Args:
         model: the model to train. Parameters with ``requires_grad=False`` stay as they are. Any
             module works whose forward takes the batch as keyword arguments, labels included, and
-            returns a dict with "loss" or a tuple that begins with the loss.
+            returns a dict or a dataclass with "loss", or a tuple that begins with the loss.
         args: the settings; by default those of ``TrainingArguments("tmp_trainer")``.
         data_collator: makes a batch from a list of examples. By default it pads to the longest with
             `tokenizer`; without a tokenizer it does not pad.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from loralib.errors import TrainingError
 from loralib.nn.packing import PackedRows
 
 from .trainer_callback import TrainerState
@@ -159,7 +160,16 @@ class TrainerLoaders:
         return list(dataset) if is_iterable_only(dataset) else dataset
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a batch with its tensors on the device."""
+        """Returns a batch with its tensors on the device.
+
+        Raises:
+            TrainingError: the batch is not a dict.
+        """
+        if not hasattr(inputs, "items"):
+            raise TrainingError(
+                f"a batch is a {type(inputs).__name__}, not a dict with the model's arguments by "
+                "name: have the data_collator make one"
+            )
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor | PackedRows):

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -442,7 +442,7 @@ def has_targets(inputs: Any) -> bool | Tensor:
 
 
 def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """Returns the loss among a model's outputs: a dict's "loss" or a tuple's first item.
+    """Returns the loss among a model's outputs: that named "loss", or a tuple's first item.
 
     Args:
         outputs: the model's outputs.
@@ -451,7 +451,7 @@ def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
     Raises:
         TrainingError: there is no loss, or it is not one number.
     """
-    loss = None
+    loss, outputs = None, _by_name(outputs)
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
     elif isinstance(outputs, tuple | list) and outputs:
@@ -465,34 +465,42 @@ def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
     return loss.reshape(())
 
 
+def _by_name(outputs: Any) -> Any:
+    """Returns a dataclass's fields as a dict, and any other outputs as they are."""
+    return vars(outputs) if is_dataclass(outputs) and not isinstance(outputs, Mapping) else outputs
+
+
 def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tuple[Tensor, ...]:
     """Returns the tensors among a model's outputs, without the loss; half precision as float32.
 
-    Scalars are left out. So are tuples, such as hidden states, with a warning.
+    Scalars are left out. So is anything else, such as a tuple of hidden states, with a warning.
 
     Args:
-        outputs: the model's outputs: a dict, a tuple or one tensor.
+        outputs: the model's outputs: a dict, a dataclass, a tuple or one tensor.
         with_loss: whether a tuple begins with the loss.
         but: a dict's entries to leave out.
     """
+    outputs = _by_name(outputs)
     if isinstance(outputs, Mapping):
         parts = [value for name, value in outputs.items() if name not in ("loss", *but)]
     elif isinstance(outputs, tuple | list):
         parts = list(outputs[1:] if with_loss else outputs)
     else:
         parts = [outputs]
-    if any(isinstance(part, tuple | list) for part in parts):
-        _warn_of_tuples()
+    others = {type(p).__name__ for p in parts if not isinstance(p, Tensor | int | float | None)}
+    if others:
+        _warn_of_others(", ".join(sorted(others)))
     rows = [part for part in parts if isinstance(part, Tensor) and part.dim() > 0]
     in_half = (torch.float16, torch.bfloat16)
     return tuple(part.float() if part.dtype in in_half else part for part in rows)
 
 
 @cache
-def _warn_of_tuples() -> None:
+def _warn_of_others(kinds: str) -> None:
     logger.warning(
-        "the model returns tuples of tensors, such as hidden states: they are left out of the "
-        "predictions; call the model itself for them"
+        "some of the model's outputs, such as hidden states, are not tensors (%s): they are left "
+        "out of the predictions; call the model itself for them",
+        kinds,
     )
 
 
