@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,12 @@ def set_dropout_seed(seed: int, process: int) -> None:
     torch.manual_seed(seed + process)
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device, others: Collection[torch.Generator] = ()) -> dict[str, Any]:
     """Returns the state of all generators that `set_seed` seeds, in a form for weights-only loads.
 
     Args:
         device: where the run computes. A run on the CPU includes no state of a GPU's generator.
+        others: further generators to include.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
@@ -88,10 +90,14 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
+    if others:
+        state["others"] = [generator.get_state() for generator in others]
     return state
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(
+    state: dict[str, Any], device: torch.device, others: Collection[torch.Generator] = ()
+) -> None:
     """Restores the generators to a state that `rng_state` returned.
 
     A run on a CPU has no state of a GPU's generator. If a run resumes on the other kind of device
@@ -100,12 +106,15 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     Args:
         state: what `rng_state` returned.
         device: where the run computes now, as for `rng_state`.
+        others: the further generators. If the state has none, as in an older version, they stay.
     """
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
+    for generator, other in zip(others, state.get("others", ()), strict=False):
+        generator.set_state(other)
     on_gpu = device.type == "cuda"
     if on_gpu and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

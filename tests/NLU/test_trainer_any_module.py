@@ -452,9 +452,7 @@ def test_a_model_that_returns_no_loss_is_an_error(make, monkeypatch, returned):
 
 
 def test_a_batch_that_is_a_list_is_an_error(make):
-    with pytest.raises(
-        TrainingError, match=r"is a list, not a dict .* have the data_collator make"
-    ):
+    with pytest.raises(TrainingError, match=r"is a list, not a dict .* have the data_collator"):
         make(Net(), data_collator=lambda rows: [torch.zeros(4, WIDTH)]).train()
 
 

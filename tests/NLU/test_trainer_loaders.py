@@ -7,7 +7,7 @@ import torch
 from compare import assert_same_bits
 from datasets import Dataset
 from small_trainers import Line, SizedStream, Stream, line_of, make_line_trainer, make_points
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from loralib.errors import CheckpointError
@@ -230,6 +230,23 @@ class Shuffled(Trainer):
         )
 
 
+class ShuffledByItsOwn(Trainer):
+    """A Trainer whose loader has a generator of its own."""
+
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(
+            self.train_dataset, 4, True, collate_fn=self.data_collator, generator=generator
+        )
+
+
+class SampledByItsOwn(Trainer):
+    """A Trainer whose sampler has a generator of its own."""
+
+    def _get_train_sampler(self):
+        return RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(3))
+
+
 class Backwards(Trainer):
     """A Trainer that evaluates from the last example to the first, in batches of two."""
 
@@ -316,6 +333,9 @@ RESUMED = {
     "stream": {"train_dataset": Stream, "max_steps": 8},
     "sized stream": {"train_dataset": SizedStream},
     "own loader": {"kind": Shuffled},
+    # In two steps an epoch, so that the third is within the second epoch.
+    "own loader's generator": {"kind": ShuffledByItsOwn, "train_dataset": lambda _: make_points(8)},
+    "own sampler's generator": {"kind": SampledByItsOwn, "train_dataset": lambda _: make_points(8)},
     "own loader, accumulated": {"kind": Shuffled, "gradient_accumulation_steps": 2},
     "several outputs": {"twice": True},
 }

@@ -78,6 +78,7 @@ from .trainer_checks import (
 from .trainer_data import (
     EpochBatches,
     collator_settings,
+    generators_of,
     label_names_of,
     length_of,
     overrides,
@@ -855,6 +856,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._train_digest.of(self.train_dataset),
             collator_settings(self.data_collator),
             self._lora,
+            generators_of(self.callback_handler.train_dataloader),
         )
 
     def _load_best(self) -> None:

@@ -11,7 +11,7 @@ saved as its trained parts alone. A module that is not from this package is save
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,7 @@ class RunState:
         data: their `table_digest`.
         collator: the data collator's settings.
         lora: the `lora_settings_of` the model as the run began; callbacks may change them.
+        generators: those of the loader, see `generators_of`.
     """
 
     model: nn.Module
@@ -123,6 +124,7 @@ class RunState:
     data: str | None
     collator: Mapping[str, Any]
     lora: Mapping[str, float]
+    generators: Collection[torch.Generator]
 
 
 class Checkpoints:
@@ -214,7 +216,7 @@ class Checkpoints:
             "progress": run.progress.state_dict(),
             "pending_gradients": pending,
             "layout": self._layout(run),
-            "rng": rng_state(self.args.device),
+            "rng": rng_state(self.args.device, run.generators),
             "threads": torch.get_num_threads(),
             **({} if begun is None else {"epoch_rng": begun}),
             **({} if run.data is None else {"rows": run.data}),
@@ -335,7 +337,7 @@ class Checkpoints:
         for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
-            set_rng_state(own["rng"], self.args.device)
+            set_rng_state(own["rng"], self.args.device, run.generators)
         warn_of_other_threads(own["threads"], self.args.device)
 
     def _check_data(self, path: Path, run: RunState, saved: dict[str, Any]) -> None:

@@ -186,6 +186,7 @@ class EpochBatches:
     def __init__(self, loader: Any, seed: int, device: torch.device, step_size: int):
         self.loader, self.seed, self.device, self.step_size = loader, seed, device, step_size
         self.batches = _batches_of(loader)
+        self._generators = generators_of(loader)
         self.length = length_of(loader)
         if self.length == 0:
             raise ValueError("the training set is empty")
@@ -240,14 +241,14 @@ class EpochBatches:
         for part in (getattr(self.loader, name, None) for name in ("sampler", "dataset")):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        now = rng_state(self.device)
+        now = rng_state(self.device, self._generators)
         begun = now if skip == 0 or rng is None else rng
-        set_rng_state(begun, self.device)
+        set_rng_state(begun, self.device, self._generators)
         batches = iter(self.loader)
         if skip > 0:
             for _ in itertools.islice(batches, skip):
                 pass
-            set_rng_state(now, self.device)
+            set_rng_state(now, self.device, self._generators)
         return batches, begun
 
     def check_one_update(self, batches: int) -> None:
@@ -277,6 +278,19 @@ def _batches_of(loader: Any) -> TrainingBatches | None:
     if not isinstance(sampler, ExampleSampler) or loader.generator is None:
         return None
     return sampler.batches if loader.batch_size == sampler.batches.batch_size else None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Returns the generators that a loader, its samplers and its set draw from, each of them once.
+
+    The Trainer's own loader, which it seeds in every epoch, has none.
+    """
+    if _batches_of(loader) is not None:
+        return []
+    owners = [loader, *(getattr(loader, n, None) for n in ("sampler", "batch_sampler", "dataset"))]
+    owners.append(getattr(owners[2], "sampler", None))  # of a user's batch_sampler
+    found = (getattr(owner, "generator", None) for owner in owners)
+    return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
 
 # ---- what models, collators and sets have ----
