@@ -254,6 +254,31 @@ def test_a_dropout_that_a_callback_schedules_is_no_other_setting(make, tmp_path)
     assert resumed.train(str(tmp_path / "out" / "checkpoint-5")).global_step == 10
 
 
+class Unfreezing(TrainerCallback):
+    """Trains the last layer from the second epoch on."""
+
+    def __init__(self, frozen_at_the_beginning: bool):
+        self.frozen_at_the_beginning = frozen_at_the_beginning
+
+    def on_train_begin(self, args, state, control, model, **given):
+        if self.frozen_at_the_beginning:
+            model.layers[3].requires_grad_(False)
+
+    def on_epoch_end(self, args, state, control, model, **given):
+        model.layers[3].requires_grad_(True)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_callback_unfreezes_has_to_be_in_the_optimizer(make, caplog, is_known):
+    model = Net()
+    model.layers[3].requires_grad_(is_known)
+    before = model.layers[3].weight.detach().clone()
+    make(model, callbacks=[Unfreezing(is_known)], num_train_epochs=3).train()
+    assert torch.equal(model.layers[3].weight, before) is not is_known
+    message = "the optimizer lacks layers.3.bias, layers.3.weight, which became trainable after"
+    assert caplog.text.count(message) == (0 if is_known else 1)
+
+
 def test_an_optimizer_made_before_lora_is_refused(make):
     model = Net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

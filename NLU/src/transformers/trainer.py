@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 
 from loralib.errors import CheckpointError, TrainingError
 from loralib.io.tensors import first_not_finite
+from loralib.text import in_short
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
 from loralib.training.cuda_graphs import FillingCollator, GraphedStep, are_default, uses_graphs
@@ -73,6 +74,7 @@ from .trainer_checks import (
     check_optimizer,
     check_same_precision,
     check_training_set,
+    untrained,
     why_no_graphs,
 )
 from .trainer_data import (
@@ -390,6 +392,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
         self.create_optimizer_and_scheduler(max_steps)
         check_optimizer(self.optimizer, self.model)
+        self._untrained = untrained(self.optimizer, self.model)  # on purpose
         self._made = {name: getattr(self, name) for name in own}
 
     def _wrap(self) -> None:
@@ -702,7 +705,22 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             progress.epoch, progress.batches = epoch + 1, 0
         progress.has_ended, progress.is_stopped = True, False
         self._call("on_epoch_end")
+        self._warn_of_untrained()
         self._log_evaluate_save()
+
+    def _warn_of_untrained(self) -> None:
+        """Warns of parameters that a callback has unfrozen, replaced or added: nothing trains them.
+
+        4.4.2's optimizer also has what is frozen when a run begins.
+        """
+        names = untrained(self.optimizer, self.model) - self._untrained
+        if names:
+            self._untrained |= names
+            logger.warning(
+                "the optimizer lacks %s, which became trainable after it was made: make them "
+                "trainable before train(), and freeze them in a callback's on_train_begin",
+                in_short(sorted(names), at_most=4),
+            )
 
     def _add_gradients(self, inputs: dict[str, Any], weight: float, update: bool) -> None:
         """Adds a batch's gradients, and averages them over the processes if an update follows."""

@@ -108,6 +108,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     logger.warning(message)
 
 
+def untrained(optimizer: Optimizer, model: nn.Module) -> set[str]:
+    """Returns the names of parameters that are trainable, but that the optimizer does not have."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = model.named_parameters()
+    return {name for name, p in own if p.requires_grad and id(p) not in held}
+
+
 def check_evaluation_set(dataset: Any) -> None:
     """Refuses a set to evaluate that has no length.
 
