@@ -559,6 +559,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
         *notable_batches(epochs, lengths),
         batches=args.grad_acc,
         steps=None if last_step is None else last_step // args.grad_acc,
+        total=last_step,
         device=device,
         dtype=compute_dtype(args.fp16, args.bf16),
         devices=devices,

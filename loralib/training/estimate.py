@@ -166,6 +166,8 @@ class Plan(Generic[Batch]):
             holds a probability for each pair.
         batches: how many batches make an optimizer step on each device.
         steps: the run's number of optimizer steps; None if unknown.
+        total: how many batches the run has on each device, also those that make no step; None if
+            unknown.
         device: where a process computes.
         dtype: the precision of products.
         devices: how many devices there are.
@@ -179,6 +181,7 @@ class Plan(Generic[Batch]):
     most_pairs: Rows
     batches: int
     steps: int | None
+    total: int | None
     device: torch.device
     dtype: torch.dtype
     devices: int
@@ -240,9 +243,9 @@ class Estimate:
             ("arithmetic of a step", _arithmetic(operations * plan.devices)),
             ("time of a step", in_words(operations / self.rate)),
         ]
-        if plan.steps is None:
+        if plan.steps is None or plan.total is None:
             return rows
-        every = operations * plan.steps
+        every = self.operations * plan.total
         return [
             *rows,
             ("optimizer steps", f"{plan.steps:,}"),

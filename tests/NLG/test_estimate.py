@@ -120,10 +120,13 @@ def test_without_lora_everything_is_trained(tiny, tmp_path, capsys):
 
 
 def test_accumulation_and_more_devices(figures_of):
-    figures = figures_of("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
+    figures = figures_of("--max_epoch", 7, "--grad_acc", 2, "--estimate_devices", 3)
     assert figures["an optimizer step"] == "6 batches, 2 a device"
     # An epoch's 16 rows are 6 on each device, which are one full batch of 4; two are an update.
     assert figures["optimizer steps"] == "3"
+    # The seventh batch is computed, too.
+    step, run = (float(figures[f"time of {what}"].split()[0]) for what in ("a step", "the run"))
+    assert run == pytest.approx(step * 7 / 2, rel=1e-2)
 
 
 class Searched(Exception):

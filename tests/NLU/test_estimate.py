@@ -156,8 +156,12 @@ def test_figures_of_a_run_on_data(estimate, tiny_base, tiny_glue):
     assert figures["optimizer steps"] == "12"  # of 45 rows, 8 at a time, twice
     assert figures["a batch"].startswith("8 rows; ")
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
-    padded = estimate(*common(tiny_base), *data, *LORA, "--pad_to_max_length")
-    assert padded["a batch"] == figures["a batch"]
+    more = ["--pad_to_max_length", "--gradient_accumulation_steps", 4]
+    other = estimate(*common(tiny_base), *data, *LORA, *more)
+    assert other["a batch"] == figures["a batch"]
+    # The first epoch has six batches, and the second ends with the fourth, at the run's last step.
+    gflop = [float(each["arithmetic of the run"].split()[0]) for each in (figures, other)]
+    assert gflop[1] == pytest.approx(gflop[0] * (6 + 4) / 12, abs=2e-3)
 
 
 @pytest.mark.parametrize(("accumulated", "steps", "batches"), [(1, "4", 1), (5, "2", 2)])

@@ -95,6 +95,8 @@ def test_number_of_updates(make_trainer, settings, updates, epochs):
     output = trainer.train()
     assert output.global_step == len(recorder.rates) == trainer.state.max_steps == updates
     assert trainer.state.num_train_epochs == epochs
+    an_epoch = len(trainer.get_train_dataloader())
+    assert recorder.batches == trainer.args.batches_of(updates, an_epoch)
     assert recorder.rates[-1] == 0
     # By default, an epoch has five batches of four.
     if not settings:

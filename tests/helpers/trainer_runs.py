@@ -54,12 +54,16 @@ def sequence(*values):
 
 
 class Recorder(TrainerCallback):
-    """Records learning rates, epochs and logs."""
+    """Records learning rates, epochs, logs, and the number of batches."""
 
     def __init__(self):
-        self.rates, self.epochs, self.logs = [], [], []
+        self.rates, self.epochs, self.logs, self.batches = [], [], [], 0
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.batches += 1
 
     def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.batches += 1
         self.rates.append(lr_scheduler.get_last_lr()[0])
         self.epochs.append(state.epoch)
 

@@ -96,12 +96,14 @@ def estimate_run(
             drop_last=args.dataloader_drop_last,
             lengths=lengths_of(dataset) if args.group_by_length else None,
         )
-        steps = args.max_steps if args.max_steps > 0 else None
         an_update, epochs = args.gradient_accumulation_steps, 1
+        steps = args.max_steps if args.max_steps > 0 else None
+        total = None if steps is None else steps * an_update
         if counted:
             steps = args.updates_of(len(batches))
-            an_update = min(an_update, len(batches))  # a short epoch makes one update
-            epochs = math.ceil(steps / args.updates_per_epoch(len(batches)))
+            total = args.batches_of(steps, len(batches))
+            an_update = args.batches_of(1, len(batches))
+            epochs = math.ceil(total / len(batches))
 
         def build(layers: int | None) -> Training:
             shape = config if layers is None else _with_layers(config, layers)
@@ -116,6 +118,7 @@ def estimate_run(
             *notable_batches(_epochs_of(batches, sharing, epochs), _tokens_of(dataset)),
             batches=an_update,
             steps=steps,
+            total=total,
             device=own.device,
             dtype=args.compute_dtype,
             devices=devices,

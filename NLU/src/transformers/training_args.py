@@ -470,6 +470,14 @@ class TrainingArguments:
             return self.max_steps
         return math.ceil(self.num_train_epochs * self.updates_per_epoch(batches))
 
+    def batches_of(self, updates: int, batches: int) -> int:
+        """Returns the batches of a run of `updates`, whose epochs have `batches` on each process.
+
+        Those left over at the end of an epoch count, too, but not those after the last update.
+        """
+        epochs, more = divmod(updates - 1, self.updates_per_epoch(batches))
+        return epochs * batches + (more + 1) * min(self.gradient_accumulation_steps, batches)
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The precision in which matrices are multiplied."""

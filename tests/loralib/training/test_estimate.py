@@ -224,6 +224,7 @@ def plan_of(**changes) -> Plan:
         "most_pairs": Rows([0, 1, 2], 30),
         "batches": 2,
         "steps": 100,
+        "total": 250,  # 50 make no step
         "device": CPU,
         "dtype": torch.float32,
         "devices": 1,
@@ -302,8 +303,8 @@ def test_an_estimate_is_printed_as_a_table():
         "arithmetic of a step    8.000 GFLOP",
         "time of a step          0.2 s",
         "optimizer steps         100",
-        "arithmetic of the run   800.000 GFLOP",
-        "time of the run         20 s",
+        "arithmetic of the run   1.000 TFLOP",
+        "time of the run         25 s",
     ]
 
 
@@ -317,7 +318,8 @@ def test_an_estimate_is_printed_as_a_table():
     ],
 )
 def test_the_unit_of_arithmetic_fits_its_size(operations, shown):
-    taken = Estimate(plan_of(devices=4), 1, 1, Memory(1, 1, 1, 1), operations, 1e10)
+    plan = plan_of(devices=4, total=200)
+    taken = Estimate(plan, 1, 1, Memory(1, 1, 1, 1), operations, 1e10)
     lines = str(taken).splitlines()
     assert [line.split("  ")[-1].strip() for line in lines if "arithmetic" in line] == list(shown)
 
