@@ -357,10 +357,12 @@ def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> None:
     """Evaluates every validation split; the names of MNLI's mismatched metrics end in ``_mm``."""
     results: dict[str, float] = {}
     for split in (name for name in splits if name.startswith("validation")):
-        metrics = trainer.evaluate(splits[split])
-        metrics["eval_samples"] = len(splits[split])
+        # In the log, each has names of its own, or TensorBoard would show one as the other.
         suffix = "_mm" if split.endswith("_mismatched") else ""
-        results.update({f"{name}{suffix}": value for name, value in metrics.items()})
+        metrics = trainer.evaluate(splits[split], metric_key_prefix=f"eval{suffix}")
+        metrics[f"eval{suffix}_samples"] = len(splits[split])
+        for name, value in metrics.items():
+            results[f"eval{name.removeprefix(f'eval{suffix}')}{suffix}"] = value
     report(trainer, "eval", results, trainer.eval_dataset)
 
 

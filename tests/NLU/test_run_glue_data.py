@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
+from transformers import Trainer
 from transformers.utils import cli
 
 pytestmark = pytest.mark.slow
@@ -44,12 +45,16 @@ def test_tasks_of_one_sentence(glue, tiny_glue, tmp_path, task, metric):
     assert all(row.split("\t")[1] in "01" for row in rows)
 
 
-def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):
+def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(Trainer, "log", lambda _, logs: logged.append(logs))
     arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--do_eval"]
     glue(*arguments, "--do_predict", *LORA, "--max_steps", 3, "--output_dir", "out")
     evaluated = results(tmp_path / "out")
     assert (evaluated["eval_samples"], evaluated["eval_samples_mm"]) == (11, 10)
     assert {"eval_accuracy", "eval_accuracy_mm", "eval_loss", "eval_loss_mm"} <= evaluated.keys()
+    for name in ("eval_accuracy", "eval_mm_accuracy"):
+        assert sum(name in logs for logs in logged) == 1
     for name, count in (("mnli", 5), ("mnli-mm", 4)):
         rows = (tmp_path / "out" / f"test_results_{name}.txt").read_text().splitlines()[1:]
         assert len(rows) == count
