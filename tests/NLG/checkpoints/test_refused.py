@@ -28,6 +28,9 @@ from torch import nn
 
 from checkpoints import open_model, read_base, save_model
 from lora_flags import check_model_params
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.formats import write_adapter
+from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 
 # ---- bases that do not fit ----
@@ -335,15 +338,17 @@ def test_flags_out_of_range(flags, message):
         check_model_params(parse(*flags))
 
 
-def test_lora_on_another_base_is_refused(tmp_path, lora_path):
-    other = tmp_path / "other.bin"
+def test_lora_on_another_base_is_refused(tmp_path, base_path, lora_path):
+    """Also if it would be merged, as the model has no layers for an update of all of c_attn."""
+    other, merged = tmp_path / "other.bin", tmp_path / "merged"
     torch.save(draw_base(seed=9), other)
-    message = [
-        f"{lora_path}: was trained on another base",
-        "base.bin",
-        read_base(other).fingerprint,
-    ]
-    refuses(message, ("--init_checkpoint", other), lora_path)
+    lora = {LORA_A: torch.ones(2, WIDTH), LORA_A[:-1] + "B": torch.ones(3 * WIDTH, 2)}
+    trained_on = {"base": str(base_path), "base_fingerprint": read_base(base_path).fingerprint}
+    metadata = LoraMetadata(rank=2, alpha=2, targets=("c_attn",), **trained_on)
+    write_adapter(merged, Adapter(lora, metadata), "peft")
+    for path, file in ((lora_path, lora_path), (merged, merged / "adapter_model.safetensors")):
+        message = [f"{file}: was trained on another base", "base.bin", read_base(other).fingerprint]
+        refuses(message, ("--init_checkpoint", other), path)
 
 
 BAD_LORA = {
