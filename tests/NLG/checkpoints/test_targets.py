@@ -335,9 +335,11 @@ def test_an_alpha_without_a_rank(base_path, caplog, trains, estimate):
     ],
 )
 def test_new_lora_without_a_given_alpha_is_warned_of(base_path, caplog, flags, warned):
-    args = parse("--init_checkpoint", base_path, *flags)
-    args.lora_dropout, args.estimate = 0.0, False  # flags of gpt2_ft.py
-    open_model(args)
+    """An estimate does not warn: it reads no files, and one of them may record alpha."""
+    for estimate in (True, False):
+        args = parse("--init_checkpoint", base_path, *flags)
+        args.lora_dropout, args.estimate = 0.0, estimate  # flags of gpt2_ft.py
+        open_model(args)
     found = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage().partition(";")[0] for record in found] == warned
 
