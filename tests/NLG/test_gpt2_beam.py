@@ -180,9 +180,11 @@ def test_a_prediction_records_its_texts_length(decode, files, tmp_path):
     assert lengths["ended"][0] == 1
 
 
-def test_a_min_length_that_lets_no_text_end_is_warned_of(decode, caplog):
-    decode("--min_length", 6)
-    assert "--min_length is --eval_len, 6: no text can end before it" in caplog.text
+@pytest.mark.parametrize(("min_length", "warned"), [("6", True), ("5", False)])
+def test_a_min_length_that_lets_no_text_end_is_warned_of(caplog, min_length, warned):
+    flags = ["--eval_len", "6", "--min_length", min_length]
+    gpt2_beam.settings_of(gpt2_beam.parse_args(flags))
+    assert ("--min_length is --eval_len, 6: no text can end before it" in caplog.text) == warned
 
 
 @pytest.mark.slow
@@ -364,6 +366,7 @@ def test_bad_lines(decode, tmp_path, line, message):
         (["--batch_size", 0], "--batch_size must be at least 1"),
         (["--beam", 0], "--beam must be at least 1, not 0"),
         (["--repetition_penalty", 0], "--repetition_penalty must be above 0"),
+        (["--lora_alpha", 0], "--lora_alpha must be above 0, not 0"),
         (["--eos_token_id", 50257], "end token is 50257, outside the vocabulary of 50257"),
         (["--lora_dim", 4], "--lora_dim 4, but .*base.pt holds a base without LoRA.*--lora_path"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
