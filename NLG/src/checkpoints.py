@@ -71,7 +71,7 @@ def read_base(path: str | None) -> Base:
     tensors = canonical_names(tensors, path)
     check_settings_beside(path, tensors)
     own = LoraMetadata.from_metadata(metadata, Path(path))
-    return Base(tensors, path, fingerprint(tensors, GPT2.of_base), own)
+    return Base(tensors, path, fingerprint(tensors), own)
 
 
 def check_is_one_file(path: str) -> None:
@@ -176,7 +176,7 @@ def open_model(
         new_lora = new_lora and adapter is None
         model = load_base(config, base.tensors, args.init_checkpoint, new_lora, held_in)
     if adapter is not None and has_layers:
-        load_into(model, adapter, base.fingerprint, GPT2.of_base)
+        load_into(model, adapter, base.fingerprint)
     elif adapter is not None:
         check_base(adapter, base.fingerprint)
         merge_into(model, adapter)

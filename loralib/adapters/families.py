@@ -106,11 +106,6 @@ class Family:
     tokenizer_files: tuple[str, ...] = ()
 
     @property
-    def of_base(self) -> tuple[str, ...]:
-        """Prefixes of the names of all tensors of a base, including those of tied tensors."""
-        return self.backbone, *self.tied
-
-    @property
     def top_modules(self) -> set[str]:
         """The top-level modules of its models, with the backbone's own if it is used alone."""
         in_backbone = self.layers.removeprefix(self.backbone)

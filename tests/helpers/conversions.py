@@ -214,7 +214,6 @@ def train(base: Path, family: str, bias: str = "none", **settings) -> Trained:
 
 def train_gpt2(base: Path) -> Trained:
     from conversion import gpt2_folder
-    from family import GPT2
     from weights import canonical_names, load_base
 
     settings = json.loads((base / "config.json").read_text())
@@ -232,7 +231,7 @@ def train_gpt2(base: Path) -> Trained:
         alpha=6,
         targets=("c_attn",),
         base=str(base),
-        base_fingerprint=fingerprint(plain, GPT2.of_base),
+        base_fingerprint=fingerprint(plain),
     )
     tensors = {name: parameter.detach().clone() for name, parameter in lora.items()}
     return Trained(base, Adapter(tensors, info), logits)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from conversion.adapters import DEFAULT_HEAD, FULL, with_metadata
-from conversion.gpt2_folder import GPT2, check_trained_on_card, read_gpt2
+from conversion.gpt2_folder import check_trained_on_card, read_gpt2
+from family import GPT2
 from loralib.adapters.adapted_weights import adapted_modules
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_possible_base

@@ -20,7 +20,6 @@ from transformers.weight_files import read_weights
 sys.path.append(str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 from config_json import TANH_GELUS, first_difference, read_config_json
 from encoded import END_OF_TEXT_ID
-from family import GPT2
 from model import MODEL_CARDS, GPT2Config, config_of
 from weights import canonical_names, card_of, load_base
 
@@ -61,7 +60,7 @@ def read_gpt2(
         settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)
     model = load_base(_config(settings, name), tensors, name)
-    return model, fingerprint(tensors, GPT2.of_base), has_float16(tensors), settings
+    return model, fingerprint(tensors), has_float16(tensors), settings
 
 
 def is_whole_gpt2(source: str) -> bool:

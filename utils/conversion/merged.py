@@ -6,7 +6,8 @@ import torch
 
 from conversion.bases import Base
 from conversion.dtypes import check_range, name_of
-from conversion.gpt2_folder import GPT2, read_gpt2, write_gpt2
+from conversion.gpt2_folder import read_gpt2, write_gpt2
+from family import GPT2
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError
