@@ -73,7 +73,7 @@ def decode(files, tmp_path, one_process):
 
 def flags(files: Path, work_dir: Path, data: Path, *more: object) -> list[str]:
     usual = ["--platform", "local", "--model_card", "gpt2.xs", "--beam", 3]
-    usual += ["--init_checkpoint", files / "base.pt", "--seq_len", 20, "--eval_len", 6]
+    usual += ["--init_checkpoint", files / "base.pt", "--seq_len", 1024, "--eval_len", 6]
     usual += ["--data", data, "--work_dir", work_dir, "--output_file", "out.jsonl"]
     return [str(word) for word in (*usual, *more)]
 
