@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -325,11 +326,20 @@ def test_a_prediction_records_its_contexts_digest(decode, files, tmp_path):
     assert len({*digests}) == len({*map(tuple, contexts)}) - 1
 
 
-def test_the_contexts_are_not_overwritten(files, tmp_path, one_process):
+def test_an_output_that_cannot_be_written_is_an_error_before_the_search(
+    files, tmp_path, one_process, monkeypatch
+):
+    monkeypatch.setattr(gpt2_beam, "model_to_decode", None)  # is not reached
     path = tmp_path / "data.jsonl"
     path.write_bytes((files / "data.jsonl").read_bytes())
+    argv = flags(files, tmp_path, path, "--output_file")
     with pytest.raises(ValueError, match=r"data\.jsonl: is an input as well"):
-        gpt2_beam.main(flags(files, tmp_path, path, "--output_file", path))
+        gpt2_beam.main([*argv, str(path)])
+    with pytest.raises(IsADirectoryError, match=f"--output_file {tmp_path} is a folder"):
+        gpt2_beam.main([*argv, str(tmp_path)])
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    with pytest.raises(PermissionError, match=f"{tmp_path}: no permission to write there"):
+        gpt2_beam.main([*argv, "out.jsonl"])
     assert path.read_bytes() == (files / "data.jsonl").read_bytes()
 
 
