@@ -15,7 +15,7 @@ from loralib.io.atomic import atomic_write_text
 from .batch_encoding import Encoding
 from .special_tokens import ADDITIONAL, ROLES, Token, as_special, text_of
 from .tokenization_files import prefixed
-from .tokenization_inputs import RowSettings, check_stride
+from .tokenization_inputs import RowSettings, check_stride, cut_lengths
 from .tokenization_utils_base import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -27,6 +27,12 @@ _ENCODING_NAMES = {
     "special_tokens_mask": "special_tokens_mask",
     "offset_mapping": "offsets",
 }
+
+# Pairs of texts that both have more characters than this, for each token of a row, are long.
+_LONG = 16
+# How many more tokens such a text keeps beforehand than a row has room for: where it is cut, its
+# last tokens may become others.
+_MORE = 8
 
 # Held during a call of a backend: for the call's time, the backend has its truncation, which
 # another thread's call would change. One lock for all, because tokenizers may share a backend.
@@ -154,7 +160,10 @@ class TokenizersBackend(PreTrainedTokenizerBase):
     ) -> list[Encoding]:
         """Returns the backend's encoding of each row."""
         inputs = firsts if seconds is None else list(zip(firsts, seconds, strict=True))
+        cuts_both = settings.truncation == "longest_first" and self.truncation_side == "right"
         with _one_thread:
+            if seconds is not None and cuts_both and not settings.overflow and not settings.words:
+                inputs = [self._cut_beforehand(pair, settings) for pair in inputs]
             encodings = self._encoded(inputs, settings)
         if settings.truncation and settings.overflow and not _keeps_what_is_cut_off():
             longest = max(map(len, encodings), default=0)
@@ -164,6 +173,33 @@ class TokenizersBackend(PreTrainedTokenizerBase):
                     "texts: install another version, such as 0.23.3"
                 )
         return encodings
+
+    def _cut_beforehand(self, pair: tuple[str, str], settings: RowSettings) -> tuple[str, str]:
+        """Returns two long texts without most of what a row has no room for; others as they are.
+
+        The backend combines each part that it cuts off one text with each part that it cuts off the
+        other, even if nobody asks for them: gigabytes for two texts of some thousand words.
+        """
+        first, second = pair
+        if min(len(first), len(second)) <= _LONG * (settings.max_length or 0):
+            return pair
+        frame = self._tokenizer.num_special_tokens_to_add(True) * settings.add_special_tokens
+        room = (settings.max_length or 0) - frame
+        whole, kept = self._kept(pair, room)
+        # The longer text stays the longer one.
+        more = (2 * _MORE, _MORE) if len(whole[0]) > len(whole[1]) else (_MORE, 2 * _MORE)
+        stops = [
+            max((stop for _, stop in each.offsets[: len(ids) + extra]), default=0)
+            for each, ids, extra in zip(whole, kept, more, strict=True)
+        ]
+        shorter = first[: stops[0]], second[: stops[1]]
+        return shorter if self._kept(shorter, room)[1] == kept else pair
+
+    def _kept(self, pair: tuple[str, str], room: int) -> tuple[list[Encoding], list[list[int]]]:
+        """Returns the encodings of a pair's texts, and of each, the ids that a row has room for."""
+        whole = self._encoded(list(pair), RowSettings((), add_special_tokens=False))
+        counts = cut_lengths(len(whole[0]), len(whole[1]), "longest_first", room)
+        return whole, [each.ids[:count] for each, count in zip(whole, counts, strict=True)]
 
     def _encoded(self, inputs: list[Any], settings: RowSettings) -> list[Encoding]:
         """Returns the backend's encodings, cut as the settings say."""

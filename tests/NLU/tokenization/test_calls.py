@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 import re
 
 import make_tokenizer_fixture as maker
@@ -124,6 +125,21 @@ def test_truncation_of_pairs(tokenizer, strategy, limit, first, second):
     middle = row.index(SEP)
     assert len(row) == limit
     assert (middle - 1, len(row) - middle - 3) == (first, second)
+
+
+def test_long_pairs_are_cut_like_short_ones_without_combining_all_that_is_cut_off(tokenizer):
+    backend, chance = tokenizer.backend_tokenizer, random.Random(0)
+    for lengths in [(150, 150), (150, 170), (170, 150), (150, 150), (150, 10), (10, 150)]:
+        pair = tuple("".join(chance.choices("qzxjqzxj  🙂\n", k=length)) for length in lengths)
+        backend.enable_truncation(9)
+        (whole,) = backend.encode_batch([pair])
+        backend.no_truncation()
+        (ours,) = tokenizer(*pair, truncation=True, max_length=9).encodings
+        for name in ("ids", "offsets", "word_ids", "sequence_ids"):
+            assert getattr(ours, name) == getattr(whole, name)
+        if min(lengths) > 10:
+            assert len(whole.overflowing) > 1000
+            assert len(ours.overflowing) < 200
 
 
 def test_truncation_side(tiny):
