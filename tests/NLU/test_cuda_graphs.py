@@ -202,6 +202,7 @@ def test_scripts_use_graphs_by_default(make_trainer, lora_classifier, caplog):
             (lora_classifier("roberta"), OwnLoss, {}),
             (lora_classifier("roberta", reg_loss_wgt=1.0), Trainer, {}),
             (lora_classifier("roberta"), Trainer, {"gradient_checkpointing": True}),
+            (lora_classifier("roberta", gradient_checkpointing=True), Trainer, {}),
         ):
             trainer = make_trainer(model, cls, **settings)
             trainer.args.graphs_by_default = True

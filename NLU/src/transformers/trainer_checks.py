@@ -177,7 +177,7 @@ def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
         return of_run
     if not isinstance(model, PreTrainedModel):
         return "--cuda_graphs needs a model of this package: leave it out"
-    if args.gradient_checkpointing:
+    if model.config.gradient_checkpointing:  # by the flag, or as the model was read
         return "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
     if args.world_size > 1 and args.ddp_find_unused_parameters:
         return "--cuda_graphs and --ddp_find_unused_parameters do not go together: leave one out"
