@@ -306,7 +306,7 @@ def test_resuming_with_other_settings_is_an_error(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["tiny_base", "tiny_deberta_base"])
 def test_cutoff_with_gradient_checkpointing(glue, tiny_glue, tmp_path, request, family):
-    """Gradient checkpointing keeps the bits of cutoff; the next run uses cutoff only if told to."""
+    """Gradient checkpointing keeps the bits of cutoff; the next run uses neither unless told to."""
     base = request.getfixturevalue(family)
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--do_eval", *LORA]
     # All rows are in one batch: dropout changes the loss of a few rows too much.
@@ -323,13 +323,15 @@ def test_cutoff_with_gradient_checkpointing(glue, tiny_glue, tmp_path, request, 
     # The losses of two passes are added, and how far their predictions differ.
     assert 1.6 < first[1] / first[0] < 3.5
 
-    config = json.loads((tmp_path / "cutoff" / "config.json").read_text())
+    config = json.loads((tmp_path / "checkpointing" / "config.json").read_text())
     assert (config["reg_loss_wgt"], config["masking_prob"], config["unk_token_id"]) == (1, 0.1, 3)
     assert {0, 1, 2, 3} <= set(config["special_token_ids"])
-    # Training that model again uses cutoff only if the flags ask for it again.
-    glue(*arguments, "--max_steps", 1, "--output_dir", "next", base=tmp_path / "cutoff")
+    assert config["gradient_checkpointing"]
+    # Training that model again uses either only if the flags ask for it again.
+    glue(*arguments, "--max_steps", 1, "--output_dir", "next", base=tmp_path / "checkpointing")
     config = json.loads((tmp_path / "next" / "config.json").read_text())
     assert (config["reg_loss_wgt"], config["masking_prob"]) == (0, 0)
+    assert not config["gradient_checkpointing"]
 
 
 def test_cls_dropout_is_saved_and_applied(glue, tiny_deberta_base, tiny_glue, tmp_path):

@@ -202,8 +202,9 @@ def keep_to_layers(
 
 def load_config(model_args: AdaptedModelArguments, **settings: Any) -> PretrainedConfig:
     """Returns the model's settings, with those of its adapters and this run's `settings`."""
-    # These two belong to a run. The model's file may have those of the run that trained it.
-    settings = {"reg_loss_wgt": 0.0, "masking_prob": 0.0, **settings}
+    # These belong to a run. The model's file may have those of the run that trained it.
+    of_a_run = {"reg_loss_wgt": 0.0, "masking_prob": 0.0, "gradient_checkpointing": False}
+    settings = {**of_a_run, **settings}
     for switch, names in ADAPTATIONS.items():
         if not getattr(model_args, switch):
             continue
