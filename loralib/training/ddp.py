@@ -73,6 +73,19 @@ def wrap_ddp(
     return wrapped
 
 
+def share_buffers(wrapped: nn.Module) -> None:
+    """Copies the first process's buffers to all, as DDP does before each forward pass.
+
+    Those that the last pass has changed, such as a batch norm's, differ between the processes. All
+    of them have to call this before they evaluate.
+
+    Args:
+        wrapped: what `wrap_ddp` returned.
+    """
+    if isinstance(wrapped, DistributedDataParallel) and wrapped.broadcast_buffers:
+        share_tensors(wrapped.module.buffers(), dist.get_world_size())
+
+
 def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None]:
     """Returns the context for a forward and a backward pass.
 
@@ -82,9 +95,29 @@ def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None
     """
     if due and isinstance(wrapped, AveragedAfterwards):
         return _average_at_the_end(wrapped.module)
-    if not due and isinstance(wrapped, DistributedDataParallel):
-        return wrapped.no_sync()
+    if isinstance(wrapped, DistributedDataParallel):
+        return _check_called(wrapped) if due else wrapped.no_sync()
     return nullcontext()
+
+
+@contextmanager
+def _check_called(wrapped: DistributedDataParallel) -> Iterator[None]:
+    """Checks that DDP is called within the block; else it would not average gradients.
+
+    Raises:
+        TrainingError: it is not, as if a loss is computed with the model that it wraps.
+    """
+    calls: list[None] = []
+    hook = wrapped.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield
+    finally:
+        hook.remove()
+    if not calls:
+        raise TrainingError(
+            "the loss was computed without DDP, so that each process would train a model of its "
+            "own: call the model that compute_loss is given, not its module or self.model"
+        )
 
 
 @contextmanager

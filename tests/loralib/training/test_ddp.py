@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from loralib.errors import TrainingError
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 
 CPU = torch.device("cpu")
@@ -204,3 +205,14 @@ def test_gradients_are_summed_only_if_an_update_follows(group, due):
     with sync_gradients(wrapped, due):
         wrapped(torch.ones(1, 3)).sum().backward()
     assert summed == ([0] if due else [])
+
+
+def test_a_loss_computed_without_ddp_is_an_error(group):
+    wrapped = DistributedDataParallel(nn.Linear(3, 3))
+    with (
+        pytest.raises(TrainingError, match=r"without DDP, .* not its module or self\.model"),
+        sync_gradients(wrapped, due=True),
+    ):
+        wrapped.module(torch.ones(1, 3)).sum().backward()
+    with sync_gradients(wrapped, due=False):
+        wrapped.module(torch.ones(1, 3)).sum().backward()
