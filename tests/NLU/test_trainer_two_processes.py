@@ -64,6 +64,12 @@ def test_resumed_runs_end_with_the_same_bits(found):
     assert whole == resumed
 
 
+def test_all_processes_evaluate_with_the_buffers_that_are_saved(found):
+    measured, of_saved = found["normed"]
+    assert measured == of_saved
+    assert len(measured) == 2
+
+
 def test_helpers_for_several_processes(found):
     assert found["turns"] == [0, 1]
     assert found["rows"] == [[0, 1], [2, 3], [10, 11]]

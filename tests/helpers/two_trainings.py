@@ -79,6 +79,37 @@ def resumed_spans(folder: Path) -> list[Any]:
     return found
 
 
+class Normed(Line):
+    """A line through points whose mean it counts, as a batch norm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x, labels):
+        if self.training:
+            self.mean.copy_(x.mean())
+        return super().forward(x + self.mean, labels)
+
+
+def normed(folder: Path) -> list[list[float]]:
+    """The losses during and after training, and those of the models saved at these times."""
+    settings = {"evaluation_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    trainer = make_line_trainer(folder, model=Normed(), **{**SAVING, **settings})
+    trainer.train()
+    records = trainer.state.log_history
+    found = [record["eval_loss"] for record in records if "eval_loss" in record]
+    found.append(trainer.evaluate()["eval_loss"])
+    trainer.save_model()
+    dist.barrier()
+    saved = []
+    for path in (folder / "checkpoint-4", folder):
+        state = torch.load(path / "pytorch_model.bin", weights_only=True)
+        trainer.model.load_state_dict(state)
+        saved.append(trainer.evaluate()["eval_loss"])
+    return [found, saved]
+
+
 def in_turn(folder: Path) -> list[int]:
     """The processes in the order in which they went through a block."""
     rank, log = dist.get_rank(), folder / "turns"
@@ -118,6 +149,7 @@ def main(folder: Path) -> None:
         "own": compared,
         "line": resumed_line(folder / "lines"),
         "resumed": resumed_spans(folder / "resumed"),
+        "normed": normed(folder / "normed"),
         "turns": in_turn(folder),
         "rows": distributed_concat((rows,), 3)[0].tolist(),
         "scalars": distributed_broadcast_scalars([rank, 0.5]).tolist(),

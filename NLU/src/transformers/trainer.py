@@ -32,7 +32,7 @@ from loralib.text import in_short
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
 from loralib.training.cuda_graphs import FillingCollator, GraphedStep, are_default, uses_graphs
-from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
+from loralib.training.ddp import share_buffers, sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
 from loralib.training.precision import Precision, cast_frozen, check_precision
@@ -545,6 +545,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
 
     def _end_training(self) -> None:
         """Checks the loss and the weights, and loads the best model if `args` ask for it."""
+        share_buffers(self.model_wrapped)
         # The DDP wrapper is dropped, because it keeps a reference to the process group.
         self.model_wrapped = self.model
         self._check_finite()

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from loralib.nn.routing import is_by_row
 from loralib.training import watch
+from loralib.training.ddp import share_buffers
 from loralib.training.distributed import gather_objects
 from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
@@ -33,6 +34,7 @@ logger = logging.get_logger(__name__)
 class TrainerEvaluation(TrainerLoaders):
     """The part of `Trainer` that evaluates and predicts."""
 
+    model_wrapped: nn.Module
     control: TrainerControl
     callback_handler: CallbackHandler
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
@@ -124,6 +126,7 @@ class TrainerEvaluation(TrainerLoaders):
             args.process_index,
             args.eval_accumulation_steps,
         )
+        share_buffers(self.model_wrapped)
         self.model.eval()
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
         with torch.no_grad(), in_half, self.precision.autocast(), self._products():
