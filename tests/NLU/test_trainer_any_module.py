@@ -287,17 +287,23 @@ def test_an_optimizer_made_before_lora_is_refused(make):
         make(model, optimizers=(sgd, None)).train()
 
 
-def test_an_optimizer_may_train_what_is_beside_the_model(make, caplog):
-    beside = nn.Linear(WIDTH, CLASSES)
+@pytest.mark.parametrize("with_model", [True, False])
+def test_an_optimizer_may_train_what_is_beside_the_model(make, caplog, with_model):
+    model, beside = Net(), nn.Linear(CLASSES, CLASSES)
 
     class Probing(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
-            return F.cross_entropy(beside(inputs["x"]), inputs["labels"])
+            return F.cross_entropy(beside(model(**inputs)[1]), inputs["labels"])
 
-    sgd, before = torch.optim.SGD(beside.parameters(), lr=0.1), beside.weight.detach().clone()
-    make(Net(), kind=Probing, optimizers=(sgd, None), num_train_epochs=1).train()
+    trained = [*beside.parameters(), *(model.parameters() if with_model else ())]
+    sgd, before = torch.optim.SGD(trained, lr=0.1), beside.weight.detach().clone()
+    make(model, kind=Probing, optimizers=(sgd, None), num_train_epochs=1).train()
     assert not torch.equal(beside.weight, before)
-    assert "the optimizer has none of the model's trainable parameters" in caplog.text
+    warnings = [
+        "the optimizer has none of the model's trainable parameters",
+        "the optimizer also trains parameters outside of the model, which are not saved",
+    ]
+    assert [caplog.text.count(warning) for warning in warnings] == [not with_model, with_model]
 
 
 def test_another_optimizer_s_checkpoint_is_refused(make, tmp_path):

@@ -89,7 +89,8 @@ def check_same_precision(
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Checks that an optimizer would train the model.
 
-    There is only a warning if it would train something else, which the loss may depend on.
+    There is only a warning if it would train something else, or the model and something else, which
+    the loss may depend on.
 
     Raises:
         ValueError: it would train nothing.
@@ -98,6 +99,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     known = {id(parameter) for parameter in held}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained or any(id(parameter) in known for parameter in trained):
+        _warn_of_others(held, model)
         return
     message = (
         "the optimizer has none of the model's trainable parameters: make it of this model's, "
@@ -106,6 +108,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in held):
         raise ValueError(message)
     logger.warning(message)
+
+
+def _warn_of_others(held: Sequence[nn.Parameter], model: nn.Module) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(parameter.requires_grad and id(parameter) not in own for parameter in held):
+        logger.warning(
+            "the optimizer also trains parameters outside of the model, which are not saved, also "
+            "in checkpoints, nor averaged over several processes: make them a part of the model"
+        )
 
 
 def untrained(optimizer: Optimizer, model: nn.Module) -> set[str]:
