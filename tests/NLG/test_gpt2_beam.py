@@ -428,13 +428,42 @@ def test_processes_compare_flags_before_anything_is_read(monkeypatch, one_proces
         gpt2_beam.main(["--init_checkpoint", "nowhere", "--lora_alpha", "7"])
 
 
+# Runs the script with each list of arguments and, in process 1, with some of its own.
+IN_TWO_PROCESSES = """
+import json, os, sys
+sys.path.insert(0, {folder!r})
+import gpt2_beam
+from loralib.errors import TrainingError
+
+for argv, own in json.loads({calls!r}):
+    try:
+        gpt2_beam.main([*argv, *(own if os.environ["RANK"] == "1" else ())])
+    except TrainingError as error:
+        print(error, file=sys.stderr)
+"""
+
+
 @pytest.mark.distributed
 def test_two_processes_write_what_one_process_writes(decode, files, tmp_path, launch):
+    """If one of them reads other contexts or weights, that is an error."""
     alone = decode("--lora_path", files / "lora.pt", "--batch_size", 1)
     more = ["--lora_path", files / "lora.pt", "--batch_size", 1, "--output_file", "two.jsonl"]
+    more += ["--lora_alpha", 32]
     command = flags(files, tmp_path, files / "data.jsonl", *more)
-    result = launch("torch.distributed.run", SCRIPT, *command, forks=True)
+    write_contexts(tmp_path / "other.jsonl", [*CONTEXTS[1:], [8]])
+    tensors, _ = read_tensors(files / "lora.pt")
+    torch.save({name: tensor + 1 for name, tensor in tensors.items()}, tmp_path / "other.pt")
+    calls = [
+        (command, ["--data", str(tmp_path / "other.jsonl")]),
+        (command, ["--lora_path", str(tmp_path / "other.pt")]),
+        (command, []),
+    ]
+    script = tmp_path / "calls.py"
+    script.write_text(IN_TWO_PROCESSES.format(folder=str(SCRIPT.parent), calls=json.dumps(calls)))
+    result = launch("torch.distributed.run", script, forks=True)
     assert result.returncode == 0, result.stderr
+    assert " has contexts of --data " in result.stderr
+    assert " has weights of transformer.h.0.attn.c_attn.lora_A " in result.stderr
     assert read(tmp_path / "two.jsonl") == alone
     assert "7 contexts, 4 of them distinct" in result.stderr
 
