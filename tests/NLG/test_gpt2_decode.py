@@ -104,7 +104,7 @@ def test_references_that_are_cut_are_warned_of(run, caplog):
 
 def test_a_folder_with_more_reference_files_is_refused(run, tmp_path):
     """A scorer would mix them up. They may be the user's own, so they are not removed."""
-    run("--ref_type", "dart", "--ref_num", "4")
+    run("--ref_type", "dart")  # with the default of four files
     for name in ("reference10", "reference", "reference07", "reference2.bak", "other"):
         (tmp_path / "ref" / name).write_text("mine\n")
     left = [tmp_path / "ref" / f"reference{number}" for number in (2, 3, 10)]
