@@ -176,7 +176,7 @@ def test_rows_outside_the_dataset(write, index):
     ],
 )
 def test_a_bad_line_is_named(write, line, message):
-    path = write(([1], [2]), line, ([99], [99]))
+    path = write(([0], [2]), line, ([99], [99]))
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}:2: .*{message}"):
         FT_Dataset(path, 1, 16, vocab_size=100)
 

@@ -361,7 +361,7 @@ BAD_LINES = [
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_bad_lines(decode, tmp_path, line, message):
     path = tmp_path / "data.jsonl"
-    path.write_text(f'{{"context": [1]}}\n{line}\n{{"context": [1]}}\n')
+    path.write_text(f'{{"context": [0]}}\n{line}\n{{"context": [1]}}\n')
     with pytest.raises(ValueError, match=message):
         decode(data=path)
     assert not (tmp_path / "out.jsonl").exists()
