@@ -295,7 +295,7 @@ def _ask(
 def _seen_from_here(name: str) -> str:
     """Returns text that says where a name was looked for as a path, or "" if it cannot be one."""
     first = name.partition("/")[0]
-    is_here = first in (".", "..") or ("/" in name and bool(first) and os.path.isdir(first))
+    is_here = first in (".", "..") or ("/" in name and os.path.isdir(first))
     return f" (relative to {os.getcwd()})" if is_here else ""
 
 

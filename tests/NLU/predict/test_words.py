@@ -94,6 +94,11 @@ def test_each_line_is_tagged_as_by_its_adapter_s_own_model(
     assert len({tag for answer in answers for tag in answer["tags"]}) > 2
 
 
+def test_no_lines_are_no_rows(predict):
+    """A tokenizer that is given an empty list of split words would take it for one row."""
+    assert predict.tokenize_words([], None, 16) == ([], [], [])
+
+
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
 def test_words_that_are_cut_off_have_no_tag(predict, bases, taggers, tmp_path, family):
     words, out = ["dog"] * 30, tmp_path / "out.jsonl"
