@@ -1,6 +1,7 @@
 """predict.py as a module, adapters for it, and the expected answers."""
 
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +72,8 @@ def bad(bases, make_classifier, tmp_path_factory) -> Path:
     write_adapter(folder / "narrow.safetensors", narrow.adapter())
     adapter = adapted(bases["roberta"], rte, 0).adapter()
     write_adapter(folder / "lone.bin", Adapter(adapter.tensors, None))
+    twins = replace(adapter, metadata=replace(adapter.metadata, labels=("yes", "yes")))
+    write_adapter(folder / "twins.safetensors", twins)
     shutil.copytree(bases["roberta"], folder / "other")
     other = AutoModelForSequenceClassification.from_pretrained(folder / "other")
     torch.nn.init.normal_(other.roberta.encoder.layer[0].output.dense.weight)

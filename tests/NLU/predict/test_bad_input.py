@@ -100,7 +100,8 @@ BAD_ARGUMENTS = {
         "rte={rte} mnli={mnli} --lora_alpha 8",
         "was trained with alpha 6, but lora_alpha is 8: give 6, or leave lora_alpha out (--lora_a",
     ),
-    "an alpha of 0": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
+    "two labels of one name": ("rte={tmp}/twins.safetensors", "has two labels named yes"),
+    "an alpha of 0": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha must be"),
     "a model as an adapter": (
         "rte={base}",
         "is a model without LoRA, not an adapter",

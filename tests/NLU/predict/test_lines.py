@@ -50,6 +50,7 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
     write_adapter(hub_server.root / "someone" / "mnli", adapter, "peft")
     given = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in some_lines())
     arguments = [*named(adapters["roberta"], ["rte", "stsb"]), "mnli=someone/mnli", "--no_cuda"]
+    arguments += ["--cache_dir", str(tmp_path / "cache")]
     done = subprocess.run(
         [sys.executable, SCRIPT, *common(bases["roberta"]), *arguments],
         env=hub_server.environment(tmp_path / "home"),
@@ -59,6 +60,7 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
     )
     answers = [json.loads(line) for line in done.stdout.decode().splitlines()]
     assert_close(answers, expected("roberta"))
+    assert list((tmp_path / "cache").rglob("adapter_model.safetensors"))
     assert b"14 lines for 3 adapters" in done.stderr
     assert b"someone/mnli does not record its base's fingerprint: cannot check" not in done.stderr
 
