@@ -408,7 +408,7 @@ BAD = {
     ),
     "own: unknown label": (
         f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/unknown.csv",
-        "unknown.csv: row 25: unknown label 'perhaps' (expected no, yes)",
+        "unknown.csv: row 25: unknown label 'perhaps' (expected 'no', 'yes')",
     ),
     "own: blank label": (f"{TRAIN_OWN}/blank.csv", "blank.csv: row 25: has no 'label'"),
     "own: blank score": (f"{TRAIN_OWN}/score.csv", "score.csv: row 2: has no 'label'"),
@@ -420,7 +420,7 @@ BAD = {
     ),
     "own: other labels": (
         "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_path {trained}",
-        "good.csv: row 1: unknown label 'yes' (expected entailment, not_entailment)",
+        "good.csv: row 1: unknown label 'yes' (expected 'entailment', 'not_entailment')",
     ),
 }
 

@@ -166,7 +166,7 @@ def number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
     for row, word in enumerate(words):
         if word not in numbers:
             raise ValueError(
-                f"{path}: row {row + 1}: unknown label '{word:.60}' (expected {in_short(labels)})"
+                f"{path}: row {row + 1}: unknown label '{word:.60}' (expected {quoted(labels)})"
             )
     numbered = data.remove_columns(LABEL).add_column(LABEL, [numbers[word] for word in words])
     return numbered.cast_column(LABEL, ClassLabel(names=list(labels)))
