@@ -149,10 +149,9 @@ def _check(args: argparse.Namespace) -> None:
     for flags, (value, _) in _FIXED.items():
         if getattr(args, flags[-1].lstrip("-")) != value:
             raise ValueError(f"{flags[0]}: can only be {value}")
-    two_files = args.references is not None and args.predictions is not None
-    with_flags = args.reference is not None and args.hypothesis is not None
-    given = [args.references, args.predictions, args.reference, args.hypothesis]
-    if two_files == with_flags or sum(path is not None for path in given) != 2:
+    paths = (args.references, args.predictions, args.reference, args.hypothesis)
+    given = [path is not None for path in paths]
+    if given not in ([True, True, False, False], [False, False, True, True]):
         raise ValueError("give either REFERENCES PREDICTIONS, or -R PREFIX -H PREDICTIONS")
 
 
