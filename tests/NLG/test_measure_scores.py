@@ -246,6 +246,9 @@ def test_single_reference_file_with_and_without_its_number(tmp_path):
     assert by_number == [row[:1] for row in REFERENCES]
     by_name = measure_scores.read_reference_files(str(tmp_path / "reference0"), 1)
     assert by_name == by_number
+    several = measure_scores.read_reference_files(str(tmp_path / "reference"), 3)
+    (tmp_path / "reference").write_text("not one of the three\n")
+    assert measure_scores.read_reference_files(str(tmp_path / "reference"), 3) == several
 
 
 @pytest.mark.usefixtures("no_java")
@@ -276,6 +279,12 @@ def test_groups(tmp_path, end, line):
     text = "a b\nc\u2028d\n\ne" + end
     (tmp_path / "ref.txt").write_bytes(text.replace("\n", line).encode())
     assert measure_scores.read_groups(str(tmp_path / "ref.txt")) == [["a b", "c\u2028d"], ["e"]]
+
+
+def test_a_single_row_is_not_taken_for_swapped_files(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("a\n")
+    measure_scores.check_order(str(path), str(path))
 
 
 def test_labels_share_a_file(tmp_path):
@@ -336,7 +345,7 @@ def test_empty_predictions_are_warned_of(tmp_path, caplog):
         ("a\nb\n", "a\nb\n", "2 predictions for 1 rows of references; "),
         ("a\nb\nc\n", "a\n\nc\n", "3 predictions for 1 rows of references; "),
         ("a\nb\nc\n", "a\nb\nc\n", "/ref.txt needs a blank line after each group\n"),
-        ("a\n\nb\n\n", "a\nb\nc\n", "pred.txt: 3 predictions for 2 rows of references"),
+        ("a\n\nb\n\n", "a\nb\nc\n", "pred.txt: 3 predictions for 2 rows of references\n"),
         ("a\n", "", "pred.txt: 0 predictions for 1 rows of references\n"),
         ("", "a\n", "ref.txt: holds no references"),
         ("\n \n", "a\n", "ref.txt: holds no references"),
@@ -367,6 +376,7 @@ def test_bad_e2e_files(tmp_path, monkeypatch, capsys, references, predictions, m
         ({f"reference{n}": "" for n in range(3)}, "no references"),
         ({f"reference{n}": "a\n\nc\n" for n in range(3)}, "reference0:2: empty, in the other"),
         ({"hypothesis": "a\nb\n"}, "hypothesis: 2 predictions for 3 rows of references"),
+        ({f"reference{n}": "a\n" for n in range(3)}, "3 predictions for 1 rows of references\n"),
         ({"hypothesis": None}, "hypothesis"),
     ],
 )
