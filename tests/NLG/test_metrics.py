@@ -183,6 +183,13 @@ def test_nist_of_references_without_words():
         # Of six words, a is worth log2(6/3), b and c log2(6/1); the pairs a b and a c log2(3/1).
         # The second a does not match, because no single reference has two.
         (["a b d", "a c", "a"], "a b a c", (1 + 2 * math.log2(6)) / 4 + 2 * math.log2(3) / 3),
+        # Of 12 words, f is worth log2 12, the others log2 6. The pair e f is worth log2(2/1), as is
+        # each longer n-gram that ends in f. Those of more than five words do not count.
+        (
+            ["a b c d e f", "a b c d e g"],
+            "a b c d e f",
+            (5 * math.log2(6) + math.log2(12)) / 6 + 1 / 5 + 1 / 4 + 1 / 3 + 1 / 2,
+        ),
     ],
 )
 def test_nist_by_hand(references, prediction, expected):
