@@ -448,6 +448,26 @@ def test_lora_only_checkpoints_have_no_full_model(make_trainer, tmp_path):
     assert not names & {"pytorch_model.bin", "model.safetensors"}
 
 
+@pytest.mark.parametrize("lora_only", [True, False])
+def test_a_base_that_is_trained_as_well_is_not_left_out_silently(
+    make_trainer, make_model, caplog, lora_only
+):
+    model = make_model()
+    model.requires_grad_(True)
+    trainer = make_trainer(model, save_lora_only=lora_only, max_steps=1)
+    message = "of the base is trained, and pytorch_model_lora.safetensors will not hold it: call "
+    if lora_only:
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+    else:
+        trainer.train()
+        assert caplog.text.count(message) == 1
+    caplog.clear()
+    model.train_only(["lora_"])
+    trainer.train()
+    assert message not in caplog.text
+
+
 def test_lora_only_needs_lora(make_trainer, make_model):
     with pytest.raises(ValueError, match="save_lora_only needs a model with LoRA"):
         make_trainer(make_model(lora=False), save_lora_only=True)

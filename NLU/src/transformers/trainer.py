@@ -68,6 +68,7 @@ from .trainer_checkpoint import (
     outdated_checkpoints,
 )
 from .trainer_checks import (
+    check_base_frozen,
     check_evaluation_set,
     check_hooks,
     check_model,
@@ -392,6 +393,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
         self.create_optimizer_and_scheduler(max_steps)
         check_optimizer(self.optimizer, self.model)
+        check_base_frozen(self.model, self.args)
         self._untrained = untrained(self.optimizer, self.model)  # on purpose
         self._made = {name: getattr(self, name) for name in own}
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from loralib.adapters.families import backbone_prefixes, in_backbone
 from loralib.lora_layer import lora_layers
-from loralib.text import quoted
+from loralib.text import in_short, quoted
 from loralib.training import cuda_graphs
 
 from . import consistency
@@ -117,6 +118,34 @@ def _warn_of_others(held: Sequence[nn.Parameter], model: nn.Module) -> None:
             "the optimizer also trains parameters outside of the model, which are not saved, also "
             "in checkpoints, nor averaged over several processes: make them a part of the model"
         )
+
+
+def check_base_frozen(model: nn.Module, args: TrainingArguments) -> None:
+    """Checks that the files of LoRA and other adapters will hold all of the base that is trained.
+
+    If the full model is saved next to them, there is only a warning.
+
+    Raises:
+        ValueError: they will not, and they are all that is saved.
+    """
+    kinds, prefixes = adapted_by(model), backbone_prefixes()
+    left_out = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and in_backbone(name, prefixes)
+        and not any(kind.holds(name, prefixes) for kind in kinds)
+    ]
+    if not kinds or not left_out:
+        return
+    message = (
+        f"{in_short(left_out, at_most=1)} of the base is trained, and {kinds[0].files[0]} will not "
+        f"hold it: call model.train_only({[kind.part for kind in kinds]}) first, which freezes the "
+        "base, and not the head"
+    )
+    if args.save_lora_only:
+        raise ValueError(f"--save_lora_only: {message}")
+    logger.warning(message)
 
 
 def untrained(optimizer: Optimizer, model: nn.Module) -> set[str]:
