@@ -85,14 +85,14 @@ BAD_BASES = {
         lambda: not_finite(draw_base(), "ln_f.bias", float("-inf")),
         ["transformer.ln_f.bias holds values that are not finite"],
     ),
-    "eight bits": (
-        lambda: {**draw_base(), "h.0.ln_1.bias": torch.ones(WIDTH, dtype=torch.int8)},
+    "integers": (
+        lambda: {**draw_base(), "h.0.ln_1.bias": torch.ones(WIDTH, dtype=torch.int16)},
         [
-            "transformer.h.0.ln_1.bias holds int8, which needs a scale to be a weight",
+            "transformer.h.0.ln_1.bias holds int16, which needs a scale to be a weight",
             "in float32, bfloat",
         ],
     ),
-    "eight bits with a point": (
+    "eight bits": (
         lambda: {**draw_base(), "ln_f.bias": torch.ones(WIDTH).to(torch.float8_e4m3fn)},
         ["transformer.ln_f.bias holds float8_e4m3fn, which needs a scale"],
     ),
