@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from compare import assert_same_bits
 from model_folders import LORA, QUERY, SHAPE, bare, fails, is_one_line, make, same, write
 from safetensors.torch import load_file, save_file
 
@@ -79,7 +80,7 @@ MISFITS = [
     ("other rank", cut, LORA,
      ["query.lora_A is (1, 8) in the file, (2, 8) in the model: rank 1, not 2"]),
     ("other number of labels", lambda t: t, {**LORA, "num_labels": 3},
-     ["classifier.out_proj.", "(2", "(3", "a head for another number of labels?"]),
+     ["classifier.out_proj.", "(2", "(3", "for another number of labels? To train a new one"]),
     ("other width", lambda t: t, {**LORA, "intermediate_size": 16},
      ["roberta.encoder.layer.0.intermediate.dense.", "(12", "(16"]),
 ]  # fmt: skip
@@ -93,6 +94,17 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path, tuned, format, change
     with fails(CheckpointError, str(folder), *parts) as caught:
         AutoModelForSequenceClassification.from_pretrained(folder, **settings)
     is_one_line(caught)
+
+
+def test_a_new_head_is_trained_on_what_auto_model_saves_of_a_model_with_another_one(
+    tmp_path, tuned
+):
+    old, new = write(tmp_path / "old", tuned, "safetensors"), tmp_path / "new"
+    AutoModel.from_pretrained(old, **LORA).save_pretrained(new)
+    model = AutoModelForSequenceClassification.from_pretrained(new, num_labels=3)
+    assert len(model.classifier.out_proj.weight) == 3
+    kept = {name: tensor for name, tensor in tuned.items() if not name.startswith("classifier.")}
+    assert_same_bits({name: model.state_dict()[name] for name in kept}, kept)
 
 
 def test_a_model_that_refuses_a_checkpoint_is_untouched(tuned):

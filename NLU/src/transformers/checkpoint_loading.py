@@ -245,5 +245,8 @@ def _shape_message(source: str, name: str, read: Tensor, own: Tensor) -> str:
     if name.endswith("lora_A"):
         message += f": rank {read.shape[0]}, not {own.shape[0]}"
     elif not re.search(r"embeddings|encoder|layer", name):
-        message += ": a head for another number of labels?"
+        message += (
+            ": a head for another number of labels? To train a new one, start from the model "
+            "without it, as AutoModel.from_pretrained(…).save_pretrained(…) saves it"
+        )
     return message
