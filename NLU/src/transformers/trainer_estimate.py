@@ -139,8 +139,10 @@ def _epochs_of(
 
 def _tokens_of(dataset: Any) -> list[int]:
     """Returns the number of tokens of every example, without padding, which is not computed."""
-    is_table = hasattr(dataset, "column_names")
-    rows = dataset["attention_mask"] if is_table else (row["attention_mask"] for row in dataset)
+    rows = (row["attention_mask"] for row in dataset)
+    if hasattr(dataset, "column_names"):  # read by many rows at once, which is ten times as fast
+        parts = dataset.select_columns("attention_mask").iter(1000)
+        rows = chain.from_iterable(part["attention_mask"] for part in parts)
     return [sum(mask if isinstance(mask[0], int) else chain.from_iterable(mask)) for mask in rows]
 
 
