@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from loralib.errors import CheckpointError
+from loralib.training.determinism import rng_state
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -18,6 +19,7 @@ from transformers import (
     TrainingError,
     default_data_collator,
     trainer_checkpoint,
+    trainer_data,
 )
 
 
@@ -369,6 +371,18 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, case, step):
     first, second = (without_runtimes(t.state.log_history) for t in (whole, resumed))
     assert first == second
     assert first[-1]["step"] > step
+
+
+def test_a_generator_goes_on_after_a_checkpoint_of_an_older_version(make, tmp_path, monkeypatch):
+    """It lacks the generator's state, but of the first epoch, that at the beginning is known."""
+    with monkeypatch.context() as older:
+        for module in (trainer_checkpoint, trainer_data):
+            older.setattr(module, "rng_state", lambda device, _: rng_state(device))
+        whole = make(kind=ShuffledByItsOwn, save_strategy="steps", save_steps=2)
+        whole.train()
+    resumed = make(kind=ShuffledByItsOwn)
+    resumed.train(str(tmp_path / "out" / "checkpoint-2"))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def test_a_stream_resumes_with_another_batch_size(make, tmp_path):

@@ -248,7 +248,7 @@ class EpochBatches:
         if skip > 0:
             for _ in itertools.islice(batches, skip):
                 pass
-            set_rng_state(now, self.device, self._generators)
+            set_rng_state(now, self.device)  # the loader's own have come to where they were
         return batches, begun
 
     def check_one_update(self, batches: int) -> None:
