@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 WIDTH, CLASSES = 6, 3
 
 
-@dataclass
+@dataclass(slots=True)
 class Scored:
     loss: torch.Tensor | None
     logits: torch.Tensor

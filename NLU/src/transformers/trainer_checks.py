@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from loralib.adapters.families import backbone_prefixes, in_backbone
 from loralib.lora_layer import lora_layers
-from loralib.text import in_short, quoted
+from loralib.text import quoted
 from loralib.training import cuda_graphs
 
 from . import consistency
@@ -139,9 +139,9 @@ def check_base_frozen(model: nn.Module, args: TrainingArguments) -> None:
     if not kinds or not left_out:
         return
     message = (
-        f"{in_short(left_out, at_most=1)} of the base is trained, and {kinds[0].files[0]} will not "
-        f"hold it: call model.train_only({[kind.part for kind in kinds]}) first, which freezes the "
-        "base, and not the head"
+        f"{left_out[0]} of the base is trained, and {kinds[0].files[0]} will not hold it: call "
+        f"model.train_only({[kind.part for kind in kinds]}) first, which freezes the base, and not "
+        "the head"
     )
     if args.save_lora_only:
         raise ValueError(f"--save_lora_only: {message}")

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -467,7 +467,9 @@ def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 def _by_name(outputs: Any) -> Any:
     """Returns a dataclass's fields as a dict, and any other outputs as they are."""
-    return vars(outputs) if is_dataclass(outputs) and not isinstance(outputs, Mapping) else outputs
+    if isinstance(outputs, Mapping) or not is_dataclass(outputs):
+        return outputs
+    return {field.name: getattr(outputs, field.name) for field in fields(outputs)}
 
 
 def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tuple[Tensor, ...]:
