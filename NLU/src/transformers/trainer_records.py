@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.io.console import devices_in_words, steps_in_words, table, training_in_words
-from loralib.text import counted
+from loralib.text import counted, in_short
 from loralib.training.cuda_graphs import HINT, IN_USE
 from loralib.training.distributed import share_warnings, sum_over_processes
 
@@ -108,7 +108,7 @@ class TrainerRecords:
             ("training set", known),
             *([("evaluated on", counted(evaluated, "example"))] if evaluated else []),
             ("steps", f"{steps_in_words(max_steps, an_update)}{epochs}"),
-            ("learning rate", ", ".join(f"{rate:g}" for rate in self._peak_rates())),
+            ("learning rate", in_short((f"{rate:g}" for rate in self._peak_rates()), at_most=4)),
             ("output", os.path.abspath(args.output_dir)),
         ]
 
