@@ -264,7 +264,8 @@ def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
     if beyond:
         logger.warning("--ref_num %d leaves out %s", count, counted(beyond, "reference"))
     return [
-        [(group.references[n:] or group.references)[0] for group in groups] for n in range(count)
+        [(group.references[n : n + 1] or group.references)[0] for group in groups]
+        for n in range(count)
     ]
 
 
