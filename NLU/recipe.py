@@ -441,6 +441,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--print", action="store_true", help="show the command, do not run it")
     if argv and argv[0] in recipes:
         recipe = recipes[argv[0]]
+        parser.prog = recipe.script.name
         parser.usage = f"bash {_shown(recipe.script)} [--small BASE DATA] [--print] [flags]"
         parser.description = about(recipe)
         parser.epilog = USAGE.format(

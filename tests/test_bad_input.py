@@ -42,6 +42,10 @@ PROCESSES = [
         "NLU/recipe.py roberta_base_rte --small nowhere nowhere",
         "roberta_base_rte.sh: error: --small nowhere: no such folder",
     ),
+    (
+        "NLU/recipe.py roberta_base_rte --small nowhere",
+        "roberta_base_rte.sh: error: argument --small: expected 2 arguments",
+    ),
     ("NLU/recipe.py nothing", "invalid choice: 'nothing'"),
     (
         "NLG/eval/GenerationEval/eval.py -R nowhere -H nowhere -nr 1",

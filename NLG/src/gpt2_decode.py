@@ -194,7 +194,10 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
     missing = [row for row in range(rows) if row not in found]
     if missing:
         more = f" and {counted(len(missing) - 1, 'other')}" if len(missing) > 1 else ""
-        raise ValueError(f"{path}: has no prediction of id {missing[0]}{more}")
+        raise ValueError(
+            f"{path}: has no prediction of id {missing[0]}{more}; the input's rows are 0 to "
+            f"{rows - 1}"
+        )
     return [found[row] for row in range(rows)]
 
 

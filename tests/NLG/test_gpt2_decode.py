@@ -225,7 +225,10 @@ def ids(*numbers):
     ("given", "message"),
     [
         ({"predictions": ids(0, 1, 2, 3, 4)}, "{0}/sample: has no prediction of id 5"),
-        ({"predictions": ids(0, 2)}, "{0}/sample: has no prediction of id 1 and 3 others"),
+        (
+            {"predictions": ids(0, 2)},
+            "{0}/sample: has no prediction of id 1 and 3 others; the input's rows are 0 to 5",
+        ),
         ({"predictions": ids(0, 2, 3, 5)}, "{0}/sample: has no prediction of id 1 and 1 other"),
         ({"predictions": ids(0, 1, 0)}, "{0}/sample:3: a second prediction of id 0"),
         ({"predictions": ids(0, 6)}, "{0}/sample:2: id 6, but the input's rows are 0 to 5"),
