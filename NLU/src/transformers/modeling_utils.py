@@ -17,6 +17,7 @@ from loralib.adapters.families import in_backbone
 from loralib.adapters.loading import load_into
 from loralib.adapters.metadata import default_labels
 from loralib.adapters.model_settings import lora_settings
+from loralib.arguments import as_names
 from loralib.errors import CheckpointError, SettingsError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.atomic import atomic_write
@@ -166,8 +167,19 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
         The head, which is all that is outside the backbone, is always trained. LoRA's A is not
         trained if the settings freeze it.
+
+        Raises:
+            ValueError: `parts` is a single name, or no parameter has one of them in its name, such
+                as "lora_" in a model without LoRA.
         """
-        prefix, parts = self._prefix(self.state_dict()), tuple(parts)
+        prefix = self._prefix(self.state_dict())
+        parts = as_names("parts", parts, "a list of parts of names such as ['lora_']")
+        for part in parts:
+            if not any(part in name for name, _ in self.named_parameters()):
+                raise ValueError(
+                    f"no parameter of the model has {part!r} in its name: build the model with "
+                    "apply_lora=True, or whatever makes such parameters, or leave it out"
+                )
         for name, parameter in self.named_parameters():
             is_base = in_backbone(name, (prefix,))
             trained = not is_base or any(part in name for part in parts)

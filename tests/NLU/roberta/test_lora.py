@@ -93,6 +93,14 @@ def test_train_only_works_on_a_bare_backbone(build):
     model.train_only(("bias",))
     assert model.get_parameter("embeddings.LayerNorm.bias").requires_grad
     assert not model.get_parameter("encoder.layer.0.attention.self.query.lora_A").requires_grad
+    with pytest.raises(
+        ValueError, match=r"parts has to be a list of parts of names .*, got 'lora_"
+    ):
+        model.train_only("lora_")
+    with pytest.raises(
+        ValueError, match="no parameter of the model has 'lora_' in its name: build"
+    ):
+        build("backbone").train_only(["lora_"])
 
 
 def test_key_has_no_lora_and_sizes_are_the_releases():
