@@ -75,25 +75,25 @@ class Table:
         """Returns the table with only the given columns, renamed: {old: new}."""
         return replace(self, rows=select_and_rename(self.rows, names))
 
-    def decoded(self, *names: str) -> Table:
+    def decoded(self, *names: str, hint: str = "") -> Table:
         """Returns the table with these columns' cells parsed as JSON, if it is from a CSV file.
 
         Raises:
-            ValueError: a cell is not JSON.
+            ValueError: a cell is not JSON. The message ends with `hint`.
         """
         if not self.source.endswith(".csv"):
             return self
         table = self
         for name in names:
-            values = [self._value(name, row, cell) for row, cell in enumerate(self.column(name))]
-            table = table.with_column(name, values)
+            cells = enumerate(self.column(name))
+            table = table.with_column(name, [self._value(name, *cell, hint) for cell in cells])
         return table
 
-    def _value(self, name: str, row: int, cell: Any) -> Any:
+    def _value(self, name: str, row: int, cell: Any, hint: str) -> Any:
         try:
             return json.loads(cell)
         except (TypeError, ValueError) as error:
-            raise self.wrong(row, f"its {name} is not JSON: {cell!s:.40}") from error
+            raise self.wrong(row, f"its {name} is not JSON: {cell!s:.40}{hint}") from error
 
     def all_hidden(self, name: str, hidden: Sequence[bool]) -> bool:
         """Returns whether a test set's labels are hidden, as in the hub's benchmarks.

@@ -70,7 +70,7 @@ def check_sentences(
         if split == "test" and tags not in table.rows.column_names:
             del used[tags]
         table.check_columns(list(used), f"; {_SAY_OTHERS}")
-        table = table.decoded(*used)
+        table = table.decoded(*used, hint=f" (if this is the wrong column, {_SAY_OTHERS})")
         if split == "test" and tags in used and _are_hidden(table, tags):
             del used[tags]
         _check_words(table, words)
