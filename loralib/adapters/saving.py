@@ -266,8 +266,8 @@ def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     base = [n for n in tensors if in_known_backbone(n) and LORA.part not in n and n not in biases]
     if base:
         raise CheckpointError(
-            f"{type(model).__name__}: {in_short(base, at_most=1)} of the base is trained, and no "
-            "adapter holds it: if nothing has changed it yet, call mark_only_lora_as_trainable, "
+            f"{type(model).__name__}: {base[0]} of the base is trained, and no adapter holds it: "
+            "if nothing has changed it yet, call mark_only_lora_as_trainable, "
             f"requires_grad_(True) on the head, and save again; else {SAVED_WHOLE}"
         )
 
