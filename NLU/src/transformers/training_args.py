@@ -302,7 +302,7 @@ class TrainingArguments:
         self.check()
 
     def _read_texts(self) -> None:
-        """Replaces choices that are given by name, and refuses texts in place of booleans."""
+        """Replaces choices that are given by name, and refuses texts in place of others."""
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if isinstance(hint, EnumMeta):
@@ -313,6 +313,8 @@ class TrainingArguments:
                 setattr(self, name, hint(value))
             elif hint in (bool, bool | None) and isinstance(value, str):
                 raise ValueError(f"--{name} must be True or False, not the text '{value}'")
+            elif hint in (int, float, int | None, float | None) and isinstance(value, str):
+                raise ValueError(f"--{name} must be a number, not the text '{value}'")
 
     def _fill_defaults(self) -> None:
         for split in ("train", "eval"):
