@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     from loralib.training.process import begin
@@ -69,10 +69,6 @@ SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 @dataclass
 class ModelArguments:
     """A model to start from, or the shape of a new one."""
-
-    _other_names: ClassVar[dict[str, str]] = {
-        "apply_lora": "all weights are trained; docs/any-model.md adapts language models in code",
-    }
 
     model_name_or_path: str | None = flag(None, "start from this model, with its tokenizer")
     cache_dir: str | None = flag(None, "folder for downloads and for tables of data")

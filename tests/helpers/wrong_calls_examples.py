@@ -239,10 +239,6 @@ CALLS = {
     ],
     MLM: [
         (
-            "--train_file {bad}/text.txt --apply_lora",
-            "unrecognized arguments: --apply_lora; all weights are trained; docs/any-model.md",
-        ),
-        (
             "--train_file nowhere",
             "nowhere: no such file",
         ),
