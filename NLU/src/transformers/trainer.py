@@ -290,6 +290,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.model_wrapped: nn.Module = self.model
         self._has_products = False
         self._resumed_from = 0  # the step that the last training resumed from, or 0
+        self._examples = 0  # how many it has trained on since then, over all processes
 
     _smoothing = 0.0  # the setting that `label_smoother` follows
     _graphs: GraphedStep | None = None  # while the model is trained with CUDA graphs
