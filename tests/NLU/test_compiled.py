@@ -167,3 +167,10 @@ def test_a_compiled_run_trains_and_resumes_as_an_uncompiled_one(
 def test_models_of_other_packages_are_refused(make_trainer):
     with pytest.raises(ValueError, match="--torch_compile needs a model of this package"):
         make_trainer(torch.nn.Linear(2, 2), torch_compile=True)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_a_wrapped_model_is_refused(make_trainer, model_of, wrap):
+    """Its checkpoints would have no config.json."""
+    with pytest.raises(ValueError, match=r"wraps the model.*--torch_compile compiles it"):
+        make_trainer(wrap(model_of("roberta")))

@@ -307,15 +307,14 @@ def test_a_method_set_on_one_trainer_is_an_override_too(make_trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [Wrapper, nn.DataParallel])
-def test_other_modules_do_not_get_packed_rows(make_model, tokenizer, tmp_path, wrap):
+def test_other_modules_do_not_get_packed_rows(make_model, tokenizer, tmp_path):
     model = make_model()
     calls = recorded_calls(model)
     args = TrainingArguments(
         str(tmp_path), report_to=["none"], disable_tqdm=True, max_steps=2, save_strategy="no"
     )
     trainer = Trainer(
-        wrap(model),
+        Wrapper(model),
         args,
         train_dataset=make_data(9),
         eval_dataset=make_data(5),

@@ -13,6 +13,7 @@ from loralib.adapters.families import backbone_prefixes, in_backbone
 from loralib.lora_layer import lora_layers
 from loralib.text import quoted
 from loralib.training import cuda_graphs
+from loralib.wrappers import unwrapped
 
 from . import consistency
 from .modeling_encoder import EncoderForSequenceClassification
@@ -187,6 +188,12 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         ValueError: the model does not support a setting.
     """
     ours = isinstance(model, PreTrainedModel)
+    if not ours and isinstance(unwrapped(model), PreTrainedModel):
+        raise ValueError(
+            f"Trainer: {type(model).__name__} wraps the model, whose files would lack its "
+            "config.json: give the model itself (--torch_compile compiles it, and with several "
+            "processes the Trainer adds DDP)"
+        )
     for name in ("gradient_checkpointing", "torch_compile", "save_lora_only"):
         if getattr(args, name) and not ours:
             raise ValueError(f"--{name} needs a model of this package: leave it out")
