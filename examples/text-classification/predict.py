@@ -87,7 +87,7 @@ TRUNCATED = "truncated"
 ANSWERS = ("label", "probabilities", "score", "tags", TRUNCATED)
 # The key of a line that each kind of head reads.
 INPUTS = {"sequence_classification": "text", "token_classification": "tokens"}
-# How many texts are tokenized at once: beside a row's ids, a tokenizer returns several times as
+# How many lines are tokenized at once: beside a row's ids, a tokenizer returns several times as
 # much, such as the place of each token in its text.
 AT_ONCE = 1000
 
@@ -495,17 +495,18 @@ def tokenize_words(
 
     That is the position of its first token, or None for a word that was cut off.
     """
-    words = [line["tokens"] for line in lines]
-    if not words:
-        return [], [], []
-    how: dict[str, Any] = {"is_split_into_words": True}
-    encoded = tokenizer(words, truncation=True, max_length=max_length, **how)
-    rows = [{name: values[row] for name, values in encoded.items()} for row in range(len(words))]
-    was_cut = truncated_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
+    rows: list[dict[str, list[int]]] = []
+    was_cut: list[bool] = []
     firsts: list[list[int | None]] = []
-    for row, of_row in enumerate(words):
-        places = first_tokens(encoded.word_ids(row))
-        firsts.append([places.get(word) for word in range(len(of_row))])
+    how: dict[str, Any] = {"is_split_into_words": True}
+    for start in range(0, len(lines), AT_ONCE):
+        words = [line["tokens"] for line in lines[start : start + AT_ONCE]]
+        encoded = tokenizer(words, truncation=True, max_length=max_length, **how)
+        was_cut += truncated_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
+        for row, of_row in enumerate(words):
+            rows.append({name: values[row] for name, values in encoded.items()})
+            places = first_tokens(encoded.word_ids(row))
+            firsts.append([places.get(word) for word in range(len(of_row))])
     return rows, was_cut, firsts
 
 

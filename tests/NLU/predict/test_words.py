@@ -79,8 +79,9 @@ def alone(model, tokenizer, words):
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
 def test_each_line_is_tagged_as_by_its_adapter_s_own_model(
-    predict, bases, taggers, tmp_path, family, batch_size
+    predict, bases, taggers, tmp_path, family, batch_size, monkeypatch
 ):
+    monkeypatch.setattr(predict, "AT_ONCE", 4)
     lines, out = some_lines(), tmp_path / "out.jsonl"
     arguments = common(bases[family], write(tmp_path / "in.jsonl", lines), out)
     predict.main([*arguments, "--batch_size", str(batch_size), *files_of(taggers, family)])
@@ -95,12 +96,13 @@ def test_each_line_is_tagged_as_by_its_adapter_s_own_model(
 
 
 def test_no_lines_are_no_rows(predict):
-    """A tokenizer that is given an empty list of split words would take it for one row."""
+    """A tokenizer takes an empty list of split words for one row."""
     assert predict.tokenize_words([], None, 16) == ([], [], [])
 
 
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_words_that_are_cut_off_have_no_tag(predict, bases, taggers, tmp_path, family):
+def test_words_that_are_cut_off_have_no_tag(predict, bases, taggers, tmp_path, family, monkeypatch):
+    monkeypatch.setattr(predict, "AT_ONCE", 1)
     words, out = ["dog"] * 30, tmp_path / "out.jsonl"
     lines = [{"adapter": "ner", "tokens": words}, {"adapter": "ner", "tokens": ["dog"]}]
     given = write(tmp_path / "in.jsonl", lines)
