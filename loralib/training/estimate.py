@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from operator import attrgetter
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple
 
+import numpy as np
 import torch
 
 from ..io.command_line import check_bounds
@@ -123,34 +123,34 @@ class Rows(NamedTuple):
     tokens: int
 
 
-_tokens = attrgetter("tokens")
-
-
 def notable_batches(
     epochs: Iterable[Iterable[Sequence[int]]], lengths: Sequence[int]
 ) -> tuple[Rows, Rows, Rows]:
     """Finds the batches that stand for all of a run: `Plan`'s typical, largest and most_pairs.
 
     Args:
-        epochs: the batches of each epoch, on all devices, as the numbers of their rows. At most
-            100 epochs are looked at. The typical batch is of the first, because the mean hardly
-            differs from epoch to epoch.
+        epochs: the batches of each epoch, on all devices, as the numbers of their rows; none is
+            empty. At most 100 epochs are looked at. The typical batch is of the first, because the
+            mean hardly differs from epoch to epoch.
         lengths: the number of tokens in each row.
     """
-
-    def pairs(rows: Rows) -> int:
-        return sum(lengths[row] ** 2 for row in rows.numbers)
+    of_rows = np.asarray(lengths, np.int64)
 
     def of_epoch(batches: Iterable[Sequence[int]]) -> tuple[Rows, Rows, Rows]:
-        each = [Rows(batch, sum(lengths[row] for row in batch)) for batch in batches]
-        mean = sum(rows.tokens for rows in each) / len(each)
-        typical = min(each, key=lambda rows: abs(rows.tokens - mean))
-        return typical, max(each, key=_tokens), max(each, key=pairs)
+        each = list(batches)
+        sizes = np.array([len(batch) for batch in each])
+        tokens_of_rows = of_rows[np.fromiter(chain.from_iterable(each), np.int64, sizes.sum())]
+        starts = sizes.cumsum() - sizes
+        tokens = np.add.reduceat(tokens_of_rows, starts)
+        pairs = np.add.reduceat(tokens_of_rows**2, starts)
+        places = abs(tokens - tokens.mean()).argmin(), tokens.argmax(), pairs.argmax()
+        typical, largest, most_pairs = (Rows(each[place], int(tokens[place])) for place in places)
+        return typical, largest, most_pairs
 
-    # Only three batches of an epoch are kept at a time: a run of MNLI has 12 million rows.
-    each = map(of_epoch, islice(epochs, _EPOCHS))
-    typical, largest, most_pairs = zip(*each, strict=True)
-    return typical[0], max(largest, key=_tokens), max(most_pairs, key=pairs)
+    # Only three batches of each epoch are kept: a run of MNLI has 12 million rows.
+    found = [of_epoch(batches) for batches in islice(epochs, _EPOCHS)]
+    _, largest, most_pairs = of_epoch([rows.numbers for each in found for rows in each[1:]])
+    return found[0][0], largest, most_pairs
 
 
 @dataclass(frozen=True)
