@@ -225,7 +225,7 @@ def test_prompts_may_have_different_adapters(prompts, beams):
         for block in trained.transformer.h:
             torch.nn.init.normal_(block.attn.c_attn.lora_B)
         bank.add(name, adapter_of(trained))
-    settings = BeamSettings(beams, eval_len=8, eos_token_ids=tuple(range(0, WORDS, 4)))
+    settings = BeamSettings(beams, 8, length_penalty=-1, eos_token_ids=(BLANK,))
     names, alone = [*"abaab"[: len(prompts)]], {}
     for name in "ab":
         with bank.use(name):
@@ -234,6 +234,7 @@ def test_prompts_may_have_different_adapters(prompts, beams):
         mixed = search(model, prompts, settings)
     assert mixed == [alone[name][row] for row, name in enumerate(names)]
     assert mixed not in alone.values()
+    assert len(mixed[0]) < len(mixed[1])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -268,6 +269,25 @@ def test_a_search_ends_when_no_beam_can_win(model, rows_read, length_penalty):
         alone.append(len(rows_read))
     assert max(alone) == steps
     assert min(alone) < steps
+
+
+@pytest.mark.parametrize(
+    ("length_penalty", "before", "ends", "after"),
+    [(0.8, 0, 0.6, 1), (50, 10, 0.6, 1), (-0.5, 0, 0.4, STOP)],
+)
+def test_a_search_goes_on_while_a_beam_can_win(length_penalty, before, ends, after):
+    """In one step, a text ends with a probability; the other text is better, but only later."""
+    odds = iter([{1: 1.0}] * before + [{STOP: ends, 1: 1 - ends}] + [{after: 1.0}] * 11)
+
+    def follow_the_odds(_, __, logits):
+        logits.fill_(-math.inf)
+        for token, probability in next(odds).items():
+            logits[:, token] = math.log(probability)
+
+    model = GPT2LMModel(CONFIG).eval()  # float32 holds no 12^50
+    model.lm_head.register_forward_hook(follow_the_odds)
+    (text,) = search(model, [[2]], BeamSettings(2, 12, length_penalty, eos_token_ids=(STOP,)))
+    assert text == ([1] * 12 if after == 1 else [1, STOP])
 
 
 def test_the_cache_is_copied_only_when_it_is_full(model, monkeypatch):
@@ -463,8 +483,8 @@ def test_no_ngram_occurs_twice(size, text, suppressed):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_precisions(model, dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_precisions(model, dtype, monkeypatch):
     """Log-probabilities are computed and summed in float32 or wider."""
     added = []
 
@@ -478,8 +498,9 @@ def test_other_precisions(model, dtype, monkeypatch):
     other.load_state_dict(model.state_dict())
     monkeypatch.setattr(beam, "best_candidates", watched)
     texts = search(other, PROMPTS, settings)
-    assert set(added) == {(torch.float32, torch.float32)}
-    if dtype is torch.float32:
+    wide = torch.promote_types(dtype, torch.float32)
+    assert set(added) == {(wide, wide)}
+    if dtype is not torch.bfloat16:
         assert texts == exact
     assert [text[0] for text in texts] == [text[0] for text in exact]
 
