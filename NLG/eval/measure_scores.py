@@ -217,6 +217,8 @@ def check_order(references_file: str, predictions_file: str) -> None:
 def read_reference_files(prefix: str, count: int) -> References:
     """Reads the files `prefix`0 to `prefix`<count - 1>; a single one may be called `prefix`.
 
+    Warns if there is a `prefix`<count>.
+
     Returns:
         For each line its distinct references; one of them is empty if a file's line is.
 
@@ -232,6 +234,8 @@ def read_reference_files(prefix: str, count: int) -> References:
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         raise ValueError(f"no such file: {', '.join(missing)} (with -nr {count})")
+    if paths != [prefix] and os.path.isfile(f"{prefix}{count}"):
+        logger.warning("%s%d and later files do not count with -nr %d", prefix, count, count)
     files = [_read_lines(path) for path in paths]
     for path, lines in zip(paths, files, strict=True):
         if len(lines) != len(files[0]):

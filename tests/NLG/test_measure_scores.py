@@ -240,15 +240,18 @@ def test_only_bleu_and_ter_count_empty_references(tmp_path, predictions):
     assert (empty > repeated) if predictions is SHORT else (empty == repeated)
 
 
-def test_single_reference_file_with_and_without_its_number(tmp_path):
+def test_single_reference_file_with_and_without_its_number(tmp_path, caplog):
     write_columns(tmp_path, WORSE)
     by_number = measure_scores.read_reference_files(str(tmp_path / "reference"), 1)
     assert by_number == [row[:1] for row in REFERENCES]
+    prefix = tmp_path / "reference"
+    assert caplog.messages == [f"{prefix}1 and later files do not count with -nr 1"]
     by_name = measure_scores.read_reference_files(str(tmp_path / "reference0"), 1)
     assert by_name == by_number
     several = measure_scores.read_reference_files(str(tmp_path / "reference"), 3)
-    (tmp_path / "reference").write_text("not one of the three\n")
-    assert measure_scores.read_reference_files(str(tmp_path / "reference"), 3) == several
+    prefix.write_text("not one of the three\n")
+    assert measure_scores.read_reference_files(str(prefix), 3) == several
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.usefixtures("no_java")
