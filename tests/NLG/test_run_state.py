@@ -142,7 +142,19 @@ def test_which_run_is_resumed(tmp_path, caplog):
     assert len(caplog.messages) == 1
 
 
-def test_the_identity_has_resolved_patterns_and_the_datas_content(tmp_path):
+# The flags that a resumed run may change, because they cannot change its bits, and those that the
+# identity has in another form: what they mean, or the content of their files.
+FREE_FLAGS = {
+    *("train_data", "init_checkpoint", "max_step", "max_epoch", "lr_is_given"),
+    *("valid_data", "valid_batch_size", "eval_interval", "save_interval", "log_interval"),
+    *("work_dir", "save_lora_only", "report_to", "resume", "log_level", "ddp_timeout"),
+    *("platform", "local_rank", "rank", "device", "world_size"),
+    *("estimate", "estimate_devices", "estimate_rate", "estimate_length"),
+    *("roll_interval", "roll_lr", "roll_step", "eval_epoch"),
+}
+
+
+def test_the_identity_has_all_that_affects_the_bits(tmp_path):
     (tmp_path / "train").write_text("{}")
     files = ["--train_data", str(tmp_path / "train"), "--valid_data", "valid"]
     args = parse_args([*files, "--lora_targets", "query", "mlp_up", "--lora_dim", "4"])
@@ -153,6 +165,7 @@ def test_the_identity_has_resolved_patterns_and_the_datas_content(tmp_path):
     assert (identity["--lora_dim"], identity["--lora_targets"]) == (4, "query mlp_up")
     last = [identity[name] for name in ("number of processes", "last step", "number of steps")]
     assert (last, identity["base"]) == ([1, 10, 6], "base")
+    assert {name for name in vars(args) if f"--{name}" not in identity} == FREE_FLAGS
     (tmp_path / "train").write_text("{} ")
     changed = identity_of(args, SimpleNamespace(**patterns), ALONE, 10, 6, "base")
     assert [name for name in identity if identity[name] != changed[name]] == ["training data"]
