@@ -291,7 +291,7 @@ def test_a_single_row_is_not_taken_for_swapped_files(tmp_path):
 
 
 def test_labels_share_a_file(tmp_path):
-    table = str(tmp_path / "scores.json")
+    table = str(tmp_path / "new" / "scores.json")
     for label, predictions, asked in (
         ("all", WORST, "bleu,chrf++"),
         ("seen", WORSE, "bleu"),
@@ -320,7 +320,7 @@ def test_scores_that_another_process_adds_meanwhile_are_kept(tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[1]", '{"all": 1}', "\udcff"],
+    ["", "{", "[1]", '{"seen": {}, "all": 1}', "\udcff"],
     ids=["empty", "cut", "list", "flat", "bytes"],
 )
 def test_foreign_json_file_is_left_alone(tmp_path, monkeypatch, capsys, content):
@@ -402,8 +402,10 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, message):
         (["-R", "r", "-H", "p", "-m", "nist"], "known: bleu, meteor, ter, chrf++"),
         (["-R", "r", "-H", "p", "-m", ","], "no metric ''"),
         (["-R", "r", "-H", "p", "-nr", "0"], "-nr is 0"),
-        (["-R", "r", "-H", "p", "-lng", "de"], "-lng: can only be en"),
-        (["-R", "r", "-H", "p", "-nc", "4"], "-nc: can only be 6"),
+        (["-R", "r", "-H", "p", "--language", "de"], "-lng: can only be en"),
+        (["-R", "r", "-H", "p", "--ncorder", "4"], "-nc: can only be 6"),
+        (["-R", "r", "-H", "p", "--nworder", "1"], "-nw: can only be 2"),
+        (["-R", "r", "-H", "p", "--beta", "1"], "-b: can only be 2"),
         ([], "give either"),
         (["r"], "give either"),
         (["-R", "r"], "give either"),
