@@ -318,8 +318,8 @@ def _with_known(
         CheckpointError: the config has another variant, rank, alpha or head.
     """
     own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
-    # Without a family, the config's task type may come from the head's name alone, see `_config_of`
-    # in peft_writing.py. Then it adds nothing to what was written here.
+    # Without a family, folders written before 30 November 2026 have a task type that was guessed
+    # from the head's name.
     own["head"] = known.head or (read.head if family_of(modules) else None)
     pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
     if known.head and read.head:

@@ -48,7 +48,7 @@ from .peft import (
     stacked_B_for,
 )
 
-# The head that PEFT itself saves as one module, if the task type is SEQ_CLS or TOKEN_CLS.
+# The head that PEFT itself saves as one module, as for the task types SEQ_CLS and TOKEN_CLS.
 _CLASSIFIER = "classifier"
 # The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
 # its own version. It keeps this one when it saves the adapter again.
@@ -385,9 +385,7 @@ def _task_of(adapter: Adapter, saved: Collection[str]) -> str | None:
     """Returns PEFT's task type for an adapter that brings these modules; None if it has none."""
     family = family_of(adapter.tensors)
     task = TASK_OF_HEAD.get(adapter.head or "") or (family.peft_task if family else None)
-    if family and task in TASKS_WITH_HEAD and not saved:
-        return None
-    return task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
+    return None if family and task in TASKS_WITH_HEAD and not saved else task
 
 
 def saved_modules(adapter: Adapter) -> set[str]:

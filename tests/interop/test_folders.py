@@ -2,12 +2,13 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from models import BY_NAME, CASES, VARIANTS, Case, output_of
+from models import BY_NAME, CASES, VARIANTS, Case, draw, output_of
 from ours import assert_close, assert_same_bits, bits_of, with_lora
 from safetensors.torch import load_file
 from theirs import ALPHA, SETTINGS, adapter_of, as_computed, with_peft
@@ -92,6 +93,18 @@ def test_peft_loads_our_folder_and_computes_the_same(case: Case, variant: str, t
     again = case.build()
     lora.load_adapter(again, tmp_path / "theirs")
     assert_same_tensors(adapter_of(again), adapter)
+
+
+def test_peft_opens_the_folder_of_a_model_without_a_config(tmp_path: Path):
+    """With a task type, PEFT would call the model as it calls upstream's."""
+    model = nn.Sequential(OrderedDict(inner=nn.Linear(6, 8), classifier=nn.Linear(8, 3)))
+    plain = copy.deepcopy(model)
+    lora.add_lora(model, "inner", r=2, modules_to_train=["classifier"])
+    draw(((n, p) for n, p in model.named_parameters() if p.requires_grad), "trained")
+    lora.save_adapter(model, tmp_path / "ours")
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        assert_close(peft.PeftModel.from_pretrained(plain, tmp_path / "ours")(x), model(x))
 
 
 def test_a_module_in_two_places_is_not_loaded(tmp_path: Path):

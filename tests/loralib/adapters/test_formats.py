@@ -281,7 +281,7 @@ def test_why_not_expressible_returns_a_reason_or_none():
 
 @pytest.mark.parametrize(
     ("head", "task"),
-    [(None, "SEQ_CLS"), ("multiple_choice", None), ("token_classification", "TOKEN_CLS")],
+    [(None, None), ("multiple_choice", None), ("token_classification", "TOKEN_CLS")],
 )
 def test_pefts_task_type_depends_on_the_head(tmp_path, head, task):
     adapter = adapter_of("plain")
