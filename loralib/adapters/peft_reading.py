@@ -488,9 +488,12 @@ def _by_pattern(
     """Returns a module's rank or alpha, as PEFT finds it.
 
     It is the value of the first pattern that matches. Otherwise it is that of a key equal to the
-    module's name, which as an expression may not match itself, or else the general setting.
+    module's name, which as an expression may not match itself, or else the general setting. For a
+    linear layer whose weight is a target parameter, PEFT takes the weight's name.
     """
     name, patterns = attention_of(module, modules) or module, config.get(_PATTERNS[setting]) or {}
+    if is_targeted_parameter(config, f"{name}.weight"):
+        name = f"{name}.weight"
     matching = (value for key, value in patterns.items() if end_of_name(key).match(name))
     return next(matching, patterns.get(name, config[setting]))
 

@@ -169,16 +169,21 @@ def test_pefts_lora_on_parameters_of_unknown_modules_is_refused(tmp_path, size):
             self.weight = nn.Parameter(torch.randn(size, width))
 
     layers = nn.ModuleDict({"router": nn.Linear(WIDTH, size), "q": nn.Linear(WIDTH, size)})
-    lora.add_lora(layers, ["q", "router"], r=R)
+    linear, router = copy.deepcopy(layers), copy.deepcopy(layers)
+    patterns = {"rank_pattern": {"router": 1}, "alpha_pattern": {"router": 5}}
+    lora.add_lora(layers, ["q", "router"], r=R, lora_alpha=ALPHA, **patterns)
     lora.save_adapter(randomised(layers), tmp_path / "a")
 
     def of_parameters(tensors, config):
         config |= {"target_modules": ["q"], "target_parameters": ["router.weight"]}
+        config |= {"r": R, "rank_pattern": {"router.weight": 1, "router": 3}}
+        config |= {"lora_alpha": ALPHA, "alpha_pattern": {"router.weight": 5, "router": 7}}
 
     folder = as_peft_writes(tmp_path / "a", of_parameters)
-    linear, router = copy.deepcopy(lora.merge(layers)), copy.deepcopy(layers)
     router["router"] = Router(WIDTH)
     assert lora.load_adapter(linear, folder) == ("router", "q")
+    x = torch.randn(4, WIDTH)
+    close(linear["router"](x), layers["router"](x))
     for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
         with pytest.raises(
             CheckpointError, match=r"adapts router\.weight, .* Router is not supported here: me"
