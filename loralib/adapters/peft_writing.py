@@ -257,7 +257,7 @@ def _tensors_of(adapter: Adapter) -> dict[str, Tensor]:
     named, deltas, places = {}, deltas_of(adapter), _places_of_stacks(adapter)
     for name, tensor in (adapter.tied | adapter.besides).items():  # PEFT saves both names
         module, _, last = name.rpartition(".")
-        named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
+        named[f"{_place(module, deltas)}.{last}"] = tensor
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
         if module in places:

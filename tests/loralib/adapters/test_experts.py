@@ -135,6 +135,10 @@ def without_half(tensors, config):
     del tensors["base_model.model.layers.1.experts.lora_B.weight"]
 
 
+def with_too_few_names(tensors, config):
+    config["target_parameters"] = ["experts.gate_up_proj"]
+
+
 def with_invalid_names(tensors, config):
     config["target_parameters"] = "experts.*"
 
@@ -281,6 +285,7 @@ def test_pefts_folders_of_one_stack_can_be_read_without_a_model(tmp_path, stack)
         (without_outermost, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
+        (with_too_few_names, r"number of updates of layers\.0\.experts is 2, but adapter_config"),
         (with_invalid_names, "target_parameters is 'experts"),
     ],
 )

@@ -200,10 +200,10 @@ def test_pefts_lora_is_refused_on_convolutions_that_peft_computes_differently(tm
 
     def model(**settings):
         torch.manual_seed(0)
-        return nn.ModuleDict({"conv": nn.Conv2d(2, 3, 3, **settings)})
+        return nn.ModuleDict({"embed": nn.Conv2d(2, 3, 3, **settings)})
 
     plain, adapted = model(padding=1), model(padding=1)
-    lora.add_lora(adapted, "conv", r=2)
+    lora.add_lora(adapted, "embed", r=2)
     lora.save_adapter(adapted, tmp_path / "a")
     lora.load_adapter(plain, tmp_path / "a")
     other = model(**settings)
@@ -212,11 +212,12 @@ def test_pefts_lora_is_refused_on_convolutions_that_peft_computes_differently(tm
         lambda: lora.load_adapter(other, tmp_path / "a"),
         lambda: merge_into(other, lora.read_adapter(tmp_path / "a")),
     ):
-        refused(use, tmp_path / "a", "conv is a convolution with groups, dilation or a padding")
+        refused(use, tmp_path / "a", "embed is a convolution with groups, dilation or a padding")
     assert_same_bits(other.state_dict(), before)
     lora.save_adapter(adapted, tmp_path / "a.safetensors")
     lora.load_adapter(other, tmp_path / "a.safetensors")  # our LoRA supports these settings
-    # A conversion does not know the model, so it can only say what it assumes.
+    # A conversion does not know the model, so it can only say what it assumes. But the shapes tell
+    # that it is no embedding, as its name suggests.
     for source, written in (("a", "b.safetensors"), ("a.safetensors", "b"), ("a", "c")):
         adapter = lora.read_adapter(tmp_path / source)
         format = None if written.endswith("s") else "peft"
