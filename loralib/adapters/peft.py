@@ -57,8 +57,12 @@ TASK_OF_HEAD = {
     "question_answering": "QUESTION_ANS",
     "causal_lm": "CAUSAL_LM",
 }
-# The task types for which PEFT expects the head among the saved modules.
-TASKS_WITH_HEAD = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+# The modules that PEFT saves as wholes for these task types, whatever its settings say.
+HEADS_OF_TASK = {
+    "SEQ_CLS": {"classifier", "score"},
+    "TOKEN_CLS": {"classifier", "score"},
+    "QUESTION_ANS": {"qa_outputs"},
+}
 # The heads, by the endings of upstream's class names. If there is no task type, PEFT's settings
 # record the class.
 HEAD_OF_CLASS = {

@@ -33,10 +33,10 @@ from .metadata import LoraMetadata, usual
 from .names import AMBIGUOUS
 from .peft import (
     CONFIG_NAME,
+    HEADS_OF_TASK,
     OUT_PROJ,
     PREFIX,
     TASK_OF_HEAD,
-    TASKS_WITH_HEAD,
     TIMES_ADDED,
     VARIANT_OF_FLAGS,
     WEIGHTS_NAMES,
@@ -48,8 +48,6 @@ from .peft import (
     stacked_B_for,
 )
 
-# The head that PEFT itself saves as one module, as for the task types SEQ_CLS and TOKEN_CLS.
-_CLASSIFIER = "classifier"
 # The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
 # its own version. It keeps this one when it saves the adapter again.
 _VERSION = "0.21.0"
@@ -350,8 +348,7 @@ def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
     alpha, alphas = usual(
         {name: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m, name in named.items()}
     )
-    saved = saved_modules(adapter)
-    task = _task_of(adapter, saved)
+    saved, task = saved_modules(adapter), _task_of(adapter)
     has_attention = len(named) < len(parts)
     told = {name: values for values, name in VARIANT_OF_FLAGS.items()}
     flags = zip(("use_rslora", "use_dora"), told[metadata.variant or "lora"], strict=True)
@@ -381,18 +378,20 @@ def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
     }
 
 
-def _task_of(adapter: Adapter, saved: Collection[str]) -> str | None:
-    """Returns PEFT's task type for an adapter that brings these modules; None if it has none."""
+def _task_of(adapter: Adapter) -> str | None:
+    """Returns PEFT's task type for an adapter, or None if it has none."""
     family = family_of(adapter.tensors)
     task = TASK_OF_HEAD.get(adapter.head or "") or (family.peft_task if family else None)
-    return None if family and task in TASKS_WITH_HEAD and not saved else task
+    is_without_head = task in HEADS_OF_TASK and not _tensors_of_saved_modules(adapter)
+    return None if family and is_without_head else task
 
 
 def saved_modules(adapter: Adapter) -> set[str]:
     """Returns the modules that PEFT is to save beside LoRA."""
     family = family_of(adapter.tensors)
     of_heads = family.heads.values() if family else ()
-    as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
+    as_one = {module for head in of_heads for module in head.modules}
+    as_one |= HEADS_OF_TASK.get(_task_of(adapter) or "", set())
     return {
         next(
             (module for module in as_one if name.startswith(f"{module}.")),

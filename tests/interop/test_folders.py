@@ -95,11 +95,12 @@ def test_peft_loads_our_folder_and_computes_the_same(case: Case, variant: str, t
     assert_same_tensors(adapter_of(again), adapter)
 
 
-def test_peft_opens_the_folder_of_a_model_without_a_config(tmp_path: Path):
-    """With a task type, PEFT would call the model as it calls upstream's."""
-    model = nn.Sequential(OrderedDict(inner=nn.Linear(6, 8), classifier=nn.Linear(8, 3)))
+def test_peft_opens_the_folder_of_a_classifier_without_a_task(tmp_path: Path):
+    """Such as torchvision's. With a task, PEFT would call the model as it calls upstream's."""
+    classifier = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(OrderedDict(features=nn.Linear(6, 6), classifier=classifier))
     plain = copy.deepcopy(model)
-    lora.add_lora(model, "inner", r=2, modules_to_train=["classifier"])
+    lora.add_lora(model, ["features", "0"], r=2, modules_to_train=["classifier.2"])
     draw(((n, p) for n, p in model.named_parameters() if p.requires_grad), "trained")
     lora.save_adapter(model, tmp_path / "ours")
     x = torch.randn(4, 6)

@@ -280,15 +280,21 @@ def test_why_not_expressible_returns_a_reason_or_none():
 
 
 @pytest.mark.parametrize(
-    ("head", "task"),
-    [(None, None), ("multiple_choice", None), ("token_classification", "TOKEN_CLS")],
+    ("head", "task", "saved"),
+    [
+        (None, None, "classifier.2"),
+        ("multiple_choice", None, "classifier.2"),
+        ("token_classification", "TOKEN_CLS", "classifier"),
+    ],
 )
-def test_pefts_task_type_depends_on_the_head(tmp_path, head, task):
+def test_pefts_task_type_depends_on_the_head(tmp_path, head, task, saved):
+    """For some tasks, PEFT saves the classifier as a whole."""
     adapter = adapter_of("plain")
-    tensors = {**adapter.tensors, "classifier.weight": torch.ones(2, 6)}
+    tensors = {**adapter.tensors, "classifier.2.weight": torch.ones(2, 6)}
     metadata = replace(adapter.lora, head=head)
     write_adapter(tmp_path / "a", replace(adapter, tensors=tensors, metadata=metadata), "peft")
-    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["task_type"] == task
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == (task, [saved])
 
 
 def test_the_releases_format_is_plain_tensors(tmp_path):
