@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from transformers import (
+    AddedToken,
     BatchEncoding,
     CharSpan,
     DebertaV2Tokenizer,
@@ -215,17 +216,21 @@ def test_plain_tokenizers_give_the_same_as_fast_ones(family, folders, tokenizer,
     assert not isinstance(plain, PreTrainedTokenizerFast)
 
 
-def test_plain_tokenizers_give_split_words_the_same_ids(family, folders):
+@pytest.mark.parametrize("always_spaced", [False, True])
+def test_plain_tokenizers_give_split_words_the_same_ids(family, folders, always_spaced):
     settings = {"add_prefix_space": True} if family == "roberta" else {}
     tokenizer = FAST[family].from_pretrained(folders[family], **settings)
-    plain = PLAIN[family].from_pretrained(folders[family])
-    words = [list(each) for each in maker.WORDS]
+    plain = PLAIN[family].from_pretrained(folders[family], **(settings if always_spaced else {}))
+    for each in (tokenizer, plain):
+        each.add_tokens(["<x>", AddedToken("ra", single_word=True)])
+    added = ["<x>", "fell <x>", "rain", tokenizer.mask_token]
+    words = [*map(list, maker.WORDS), added + ["<x>rain", "ra"] * always_spaced]
     ids = tokenizer(words, is_split_into_words=True)["input_ids"]
     assert plain(words, is_split_into_words=True)["input_ids"] == ids
     assert plain(words[0], is_split_into_words=True)["input_ids"] == ids[0]
-    pairs = tokenizer(words[:2], words[3:], is_split_into_words=True)["input_ids"]
-    assert plain(words[:2], words[3:], is_split_into_words=True)["input_ids"] == pairs
-    rows = list(zip(words[:2], words[3:], strict=True))
+    pairs = tokenizer(words[:2], words[4:], is_split_into_words=True)["input_ids"]
+    assert plain(words[:2], words[4:], is_split_into_words=True)["input_ids"] == pairs
+    rows = list(zip(words[:2], words[4:], strict=True))
     assert tokenizer.batch_encode_plus(rows, is_split_into_words=True)["input_ids"] == pairs
 
 

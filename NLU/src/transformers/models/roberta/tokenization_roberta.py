@@ -178,8 +178,8 @@ class RobertaBackend(TokenizersBackend):
 class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
     """RoBERTa's tokenizer that gives ids alone, the same ids as `RobertaTokenizerFast`.
 
-    Words (``is_split_into_words``) get a space before them whatever `add_prefix_space` is. A call
-    with ``add_prefix_space=True`` puts a space before its texts.
+    Words (``is_split_into_words``) get a space before them whatever `add_prefix_space` is, unless
+    they start with an added token. A call with ``add_prefix_space=True`` does so with its texts.
 
     Args:
         settings: as in `RobertaBackend`.
@@ -213,7 +213,7 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
             firsts, seconds, batched = inputs_of(words)
             if words:  # `_ids_of_words` gives them their spaces
                 return Inputs(firsts, seconds, batched)
-            return Inputs(_spaced(firsts), seconds and _spaced(seconds), batched)
+            return Inputs(self._spaced(firsts), seconds and self._spaced(seconds), batched)
 
         return super()._encode(spaced if add_prefix_space else inputs_of, *positional, **settings)
 
@@ -231,12 +231,18 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
         return [encoding.ids for encoding in encodings]
 
     def _ids_of_words(self, texts: list[list[str]]) -> list[list[int]]:
-        return super()._ids_of_words([_spaced(words) for words in texts])
+        return super()._ids_of_words([self._spaced(words) for words in texts])
 
-
-def _spaced(texts: list[str]) -> list[str]:
-    """Puts a space before each text or word that does not start with one."""
-    return [text if not text or text[0].isspace() else f" {text}" for text in texts]
+    def _spaced(self, texts: list[str]) -> list[str]:
+        """Puts a space before each text or word that starts with neither one nor an added token."""
+        if self.add_prefix_space:  # the backend does it
+            return texts
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        apart = tuple(token.content for token in added if not token.single_word)
+        return [
+            text if not text or text[0].isspace() or text.startswith(apart) else f" {text}"
+            for text in texts
+        ]
 
 
 def _read_bpe(vocab_file: str | os.PathLike, merges_file: str | os.PathLike) -> Tokenizer:
