@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import RLock
@@ -226,7 +227,9 @@ class TokenizersBackend(PreTrainedTokenizerBase):
         return self._tokenizer.token_to_id(token)
 
     def _id_to_token(self, index: int) -> str | None:
-        return self._tokenizer.id_to_token(index)
+        with suppress(OverflowError):  # negative, as the -100 of labels, or too large
+            return self._tokenizer.id_to_token(index)
+        return None
 
 
 class PreTrainedTokenizerFast(TokenizersBackend):
@@ -286,8 +289,12 @@ class PreTrainedTokenizerFast(TokenizersBackend):
                 raise ValueError(f"row {index}: {error}") from error
 
     def _decode(self, ids: list[int], skip_special_tokens: bool, **_: Any) -> str:
-        with _one_thread:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            with _one_thread:
+                return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            self.convert_ids_to_tokens(ids)  # names the id
+            raise
 
     def _save_tokens(
         self, folder: Path, legacy_format: bool | None, prefix: str | None

@@ -74,6 +74,9 @@ def test_tokens_and_ids(tokenizer):
     assert tokenizer.convert_tokens_to_ids("not one token") == tokenizer.unk_token_id == UNK
     with pytest.raises(ValueError, match=f"no token has the id {VOCABULARY_SIZE}"):
         tokenizer.convert_ids_to_tokens([VOCABULARY_SIZE])
+    for ask in (tokenizer.convert_ids_to_tokens, tokenizer.decode):
+        with pytest.raises(ValueError, match="no token has the id -100"):
+            ask([*ids, -100])
 
 
 def test_special_tokens(tokenizer):
