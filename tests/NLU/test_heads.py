@@ -183,6 +183,22 @@ def test_a_packed_batch_has_the_same_loss(family, head):
     assert torch.equal(output.loss, expected.loss)
 
 
+@pytest.mark.parametrize(("family", "head"), [pair for pair in PAIRS if "question" not in pair[1]])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_smoothed_loss_counts_the_same_labels(family, head, side, tmp_path):
+    """Not those at padding; of a causal language model, the next tokens'."""
+    model, arguments = build(family, head), given(head)
+    if side == "left":
+        arguments = {
+            name: value.flip(-1) if value.dim() > 1 else value for name, value in arguments.items()
+        }
+    settings = transformers.TrainingArguments(
+        str(tmp_path), label_smoothing_factor=1e-12, report_to=[]
+    )
+    smoothed = transformers.Trainer(model, settings).compute_loss(model, arguments)
+    close(smoothed, model(**arguments).loss)
+
+
 # ---- inputs and outputs ----
 
 

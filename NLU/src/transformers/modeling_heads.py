@@ -325,7 +325,7 @@ class EncoderForCausalLM(PreTrainedModel):
         logits, rows = self.logits_of(encoded.last), encoded.rows
         loss = None
         if labels is not None:
-            targets = _next_of(labels, _real(encoded))
+            targets = next_labels(labels, _real(encoded))
             loss = mean_loss(logits, encoded.pack_labels(targets))
         output = CausalLMOutputWithCrossAttentions(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)
@@ -335,8 +335,13 @@ class EncoderForCausalLM(PreTrainedModel):
         _refuse(generate=True)
 
 
-def _next_of(labels: Tensor, real: Tensor) -> Tensor:
-    """Returns, for each column, the label of the next one; -100 if that is not a token."""
+def next_labels(labels: Tensor, real: Tensor) -> Tensor:
+    """Returns, for each column, the label of the next one; -100 if that is not a token.
+
+    Args:
+        labels: (batch, length).
+        real: (batch, length), whether a column is a token.
+    """
     return F.pad(labels.masked_fill(~real, IGNORED_LABEL)[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 

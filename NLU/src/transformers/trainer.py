@@ -43,6 +43,7 @@ from loralib.utils import with_lora_plus
 from .data.data_collator import DataCollatorWithPadding, PackedCollator, default_data_collator
 from .data.table_digest import LastDigest
 from .integrations import reporting_callbacks
+from .modeling_heads import next_labels
 from .modeling_losses import IGNORED_LABEL, IGNORED_POSITION
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
@@ -774,7 +775,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if self._smooths(inputs):
             name = self.label_names[0]
             outputs = model(**{key: value for key, value in inputs.items() if key != name})
-            loss = self.label_smoother(outputs, inputs[name])
+            loss = self.label_smoother(outputs, self._targets(inputs[name], inputs))
         else:
             outputs = model(**inputs)
             loss = loss_of(outputs, inputs)
@@ -787,6 +788,20 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if name not in inputs and self.model.training:
             raise TrainingError(f"a batch has no {name} for --label_smoothing_factor")
         return name in inputs
+
+    def _targets(self, labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns a batch's labels as its logits are compared with them.
+
+        This package's heads do not count padding, and a causal language model's labels are shifted.
+        """
+        if not isinstance(self.model, PreTrainedModel):
+            return labels
+        mask = inputs.get("attention_mask")
+        has_mask = mask is not None and mask.shape == labels.shape
+        real = mask != 0 if has_mask else torch.ones_like(labels, dtype=torch.bool)
+        if self.model.head == "causal_lm":
+            labels = next_labels(labels, real)
+        return labels.masked_fill(~real, IGNORED_LABEL)
 
     def _has_own_step(self) -> bool:
         """Returns whether batches are processed by this class's own methods, none overridden."""
