@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     default_data_collator,
 )
+from transformers.data.data_collator import SameMasks
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 VOCABULARY_SIZE = 1000
@@ -330,6 +331,18 @@ def test_the_default_generator_determines_the_targets(tokenizer):
         batches.append(collator(long_rows(4))["input_ids"])
     assert torch.equal(*batches)
     assert not torch.equal(batches[0], collator(long_rows(4))["input_ids"])
+
+
+def test_each_pass_masks_the_same_tokens(tokenizer):
+    plain, rows = DataCollatorForLanguageModeling(tokenizer), [[0, *range(10, 200), 2]] * 2
+    before = torch.get_rng_state()
+    passes = [SameMasks(plain, seed=5) for _ in range(2)]
+    assert passes[0].collator.generator is None  # it could not be sent to a worker process
+    batches = [[each(rows)["input_ids"] for _ in range(2)] for each in passes]
+    assert all(map(torch.equal, *batches))
+    assert not torch.equal(*batches[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert plain.generator is None
 
 
 def test_without_mlm_the_labels_are_the_ids(tokenizer):

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import rounding
+from compare import assert_same_bits, rounding
 from launches import preloaded_python
 from paths import HELPERS
+from tokenizers import Tokenizer, models
 
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 from transformers.trainer_pt_utils import join_rows
 from transformers.trainer_results import Collector, gather_in_order
 
@@ -118,6 +120,24 @@ def test_training_computes_logits_of_targets_alone(mlm, family, tmp_path):
     positions = record_head_positions(trainer)
     trainer.train()
     assert sum(positions) == (row_by_row(mlm, family)[1] != -100).sum()
+
+
+def test_each_evaluation_masks_the_same_tokens(mlm, tmp_path):
+    """And draws nothing that training would draw."""
+    words = models.WordLevel({str(n): n for n in range(mlm.VOCABULARY)}, unk_token="3")
+    special = {"pad_token": "1", "unk_token": "3", "mask_token": "4"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
+    ends = []
+    for strategy in ("no", "epoch"):
+        trainer = mlm.make_trainer("roberta", tmp_path, evaluation_strategy=strategy)
+        trainer.data_collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5)
+        trainer.train_dataset = trainer.eval_dataset = [
+            {"input_ids": row["input_ids"].tolist()} for row in mlm.make_rows()
+        ]
+        trainer.train()
+        ends.append(trainer.model.state_dict())
+    assert_same_bits(*ends)
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
 def free_port() -> int:

@@ -634,7 +634,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """
         loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
         if not overrides(self, Trainer, ("get_train_dataloader",)):
-            collator = self._collator()
+            collator = self._packing(self.data_collator)
             if self.args.cuda_graphs and isinstance(collator, PackedCollator):
                 longest = self.model.config.longest_sequence
                 collator = FillingCollator(collator, _IGNORED, longest)

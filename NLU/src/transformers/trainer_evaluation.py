@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,13 @@ from loralib.training.distributed import gather_objects
 from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
 
-from .data.data_collator import PackedCollator, only_pads
+from .data.data_collator import (
+    DataCollator,
+    DataCollatorForLanguageModeling,
+    PackedCollator,
+    SameMasks,
+    only_pads,
+)
 from .data.table_digest import LastDigest
 from .trainer_agreement import about_examples, check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
@@ -225,7 +231,11 @@ class TrainerEvaluation(TrainerLoaders):
         dataset = self._evaluated(self.eval_dataset if dataset is None else dataset)
         share = self._evaluation_batches(dataset, self._lengths_to_sort_by(dataset))
         loader = self._loader(dataset, share.batch_size, sampler=ExampleSampler(share))
-        loader.collate_fn = self._collator()
+        collator = self.data_collator
+        if isinstance(collator, DataCollatorForLanguageModeling) and collator.generator is None:
+            # Losses can be compared only if they have the same targets.
+            collator = SameMasks(collator, self.args.seed)
+        loader.collate_fn = self._packing(collator)
         return loader
 
     def _lengths_to_sort_by(self, dataset: Dataset) -> list[int] | None:
@@ -238,11 +248,11 @@ class TrainerEvaluation(TrainerLoaders):
             return None
         return lengths_at_hand(dataset, {"label", "label_ids", *self.label_names})
 
-    def _collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """Returns the collator, which adds `packed_rows` if only this package's code sees them."""
+    def _packing(self, collator: DataCollator) -> DataCollator:
+        """Returns a collator that adds `packed_rows` if only this package's code sees them."""
         if takes_packed_rows(self.model) and self._has_own_step():
-            return PackedCollator(self.data_collator)
-        return self.data_collator
+            return PackedCollator(collator)
+        return collator
 
     def _memory_metrics(self, split: str) -> dict[str, int]:
         """Returns the peak memory if asked for. It is not logged, as it differs between runs."""

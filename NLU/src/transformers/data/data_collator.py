@@ -3,6 +3,7 @@
 Each entry of a batch is one array, which is filled row by row.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -344,6 +345,25 @@ def only_pads(collator: Any) -> bool:
     depends on which examples are in the batch.
     """
     return collator is default_data_collator or type(collator) is DataCollatorWithPadding
+
+
+class SameMasks:
+    """Makes the batches of one pass over a set, and masks the same tokens in each such pass.
+
+    Args:
+        collator: masks tokens. It is copied, and gets a generator at its first batch, as worker
+            processes cannot be given one.
+        seed: the generator's seed.
+    """
+
+    def __init__(self, collator: DataCollatorForLanguageModeling, seed: int):
+        self.collator, self.seed = copy.copy(collator), seed
+
+    def __call__(self, features: list[Any]) -> BatchEncoding:
+        """Returns the batch of the collator."""
+        if self.collator.generator is None:
+            self.collator.generator = torch.Generator().manual_seed(self.seed)
+        return self.collator(features)
 
 
 def _split_labels(
