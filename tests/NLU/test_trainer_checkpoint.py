@@ -149,7 +149,7 @@ def test_an_unknown_metric_for_best_model_is_an_error(make_trainer):
         (1, None, [10], "out"),
         (2, None, [8, 10], "./out/"),
         (4, None, [4, 6, 8, 10], "out"),
-        (7, None, [2, 4, 6, 8, 10], "out"),
+        (7, None, [2, 4, 6, 8, 10, 99], "out"),
         (1, (1, 9, 2, 3, 4), [4, 10], "out"),
         (1, (1, 9, 2, 3, 4), [4, 10], "./out"),
         (2, (9, 1, 2, 3, 4), [2, 8, 10], "a/../out"),
@@ -159,8 +159,11 @@ def test_an_unknown_metric_for_best_model_is_an_error(make_trainer):
 def test_save_total_limit_keeps_the_newest_and_the_best(
     make_trainer, tmp_path, monkeypatch, limit, scores, steps, folder
 ):
+    """Of this run: those of a run before it are deleted first."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
+    for step in (4, 99):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
     settings = {"output_dir": folder, "save_total_limit": limit, **every(2)}
     if scores:
         settings |= {"compute_metrics": sequence(*scores), **BEST}

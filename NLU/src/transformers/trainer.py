@@ -655,6 +655,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         args = self.args
         checkpoint = agreed_checkpoint(args, checkpoint)
         self.checkpoints.outdated = outdated_checkpoints(args, is_new=checkpoint is None)
+        self.checkpoints.earlier = {} if checkpoint else checkpoint_identities(args)
         if args.launch is not None and args.is_main_process:
             now = checkpoint_identities(args)
             args.launch.begin({name: now[name] for name in self.checkpoints.outdated})

@@ -135,11 +135,14 @@ class Checkpoints:
 
     Attributes:
         outdated: names of checkpoints to delete with the next save; see `outdated_checkpoints`.
+        earlier: a run's before this one, by `checkpoint_identities`, which ``save_total_limit``
+            deletes first.
     """
 
     def __init__(self, args: TrainingArguments):
         self.args = args
         self.outdated: list[str] = []
+        self.earlier: dict[str, int] = {}
 
     # ---- writing ----
 
@@ -190,6 +193,8 @@ class Checkpoints:
         others = [path for path in others if path not in old]
         self.outdated = []
         if self.args.save_total_limit is not None:
+            now = checkpoint_identities(self.args)
+            others.sort(key=lambda path: now.get(path.name) != self.earlier.get(path.name))
             surplus = max(0, len(others) + 1 - self.args.save_total_limit)
             old += [path for path in others[:surplus] if path.name != Path(best or "").name]
         for path in old:
