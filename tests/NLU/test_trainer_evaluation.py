@@ -459,6 +459,7 @@ def test_an_output_folder_that_cannot_be_created_is_an_error_at_once(make_traine
         ({"learning_rate": "5e-5"}, "--learning_rate must be a number, not the text '5e-5'"),
         ({"adam_epsilon": "1e-8"}, "--adam_epsilon must be a number, not the text '1e-8'"),
         ({"max_steps": "3"}, "--max_steps must be a number, not the text '3'"),
+        ({"warmup_steps": 0.1}, "--warmup_steps must be a whole number, not 0.1"),
         ({"bf16": "False"}, "--bf16 must be True or False, not the text 'False'"),
         ({"do_eval": "no"}, "--do_eval must be True or False, not the text 'no'"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations to compare"),

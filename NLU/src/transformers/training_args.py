@@ -315,6 +315,8 @@ class TrainingArguments:
                 raise ValueError(f"--{name} must be True or False, not the text '{value}'")
             elif hint in (int, float, int | None, float | None) and isinstance(value, str):
                 raise ValueError(f"--{name} must be a number, not the text '{value}'")
+            elif hint in (int, int | None) and isinstance(value, float) and value % 1:
+                raise ValueError(f"--{name} must be a whole number, not {value}")
 
     def _fill_defaults(self) -> None:
         for split in ("train", "eval"):
