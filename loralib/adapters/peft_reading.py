@@ -318,9 +318,7 @@ def _with_known(
         CheckpointError: the config has another variant, rank, alpha or head.
     """
     own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
-    # Without a family, folders written before 30 November 2026 have a task type that was guessed
-    # from the head's name.
-    own["head"] = known.head or (read.head if family_of(modules) else None)
+    own["head"] = known.head or read.head
     pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
     if known.head and read.head:
         pairs.append(("head", known.head, read.head))
