@@ -225,13 +225,15 @@ def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
     assert alone.evaluate()["eval_loss"] == best.objective
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_trial_never_uses_checkpoints_of_an_earlier_search(make, studies, tmp_path, overwrite):
-    """With --overwrite_output_dir, it removes them."""
+@pytest.mark.parametrize(("overwrite", "limit"), [(True, 3), (False, 3), (False, 2)])
+def test_a_trial_never_uses_checkpoints_of_an_earlier_search(
+    make, studies, tmp_path, overwrite, limit
+):
+    """With --overwrite_output_dir, or if there are too many, it removes them."""
     settings = {
         "evaluation_strategy": "epoch",
         "load_best_model_at_end": True,
-        "save_total_limit": 2,
+        "save_total_limit": limit,
     }
     lines = []
     for epochs in (3, 2):
@@ -244,7 +246,7 @@ def test_a_trial_never_uses_checkpoints_of_an_earlier_search(make, studies, tmp_
     alone.train()
     folder = tmp_path / "out" / "run-0"
     assert lines[1] == (line_of(alone), str(folder / "checkpoint-10"))
-    assert (folder / "checkpoint-15").exists() is not overwrite
+    assert (folder / "checkpoint-15").exists() is (limit == 3 and not overwrite)
 
 
 def test_objective_direction_and_names_can_be_chosen(make, studies):
