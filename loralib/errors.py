@@ -156,7 +156,7 @@ class SettingsError(CheckpointError):
     Args:
         source: the adapter.
         what: the setting's name in the metadata.
-        theirs: its value in the adapter; None if there is none.
+        theirs: its value in the adapter.
         ours: its value in the model.
         module: the module that has these values, if modules differ.
     """

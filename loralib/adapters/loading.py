@@ -145,7 +145,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     if {*theirs.targets} != {*ours.targets}:
         raise SettingsError(adapter.source, "targets", theirs.targets, ours.targets)
     for setting, said, built in (
-        ("variant", theirs.variant, ours.variant),
+        ("variant", theirs.variant or "lora", ours.variant or "lora"),
         ("initialization", _start_of(theirs), _start_of(ours)),
         ("embeddings", theirs.embeddings, ours.embeddings),
         ("stacks", theirs.stacks, ours.stacks),
@@ -160,9 +160,9 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
             raise SettingsError(adapter.source, f"slices of {module}", theirs_of, ours_of)
 
 
-def _start_of(metadata: LoraMetadata) -> str | None:
-    """Returns the initialization, if a trained adapter depends on it."""
-    return metadata.initialization if metadata.has_start else None
+def _start_of(metadata: LoraMetadata) -> str:
+    """Returns the initialization, or "default" if a trained adapter does not depend on it."""
+    return metadata.initialization if metadata.initialization and metadata.has_start else "default"
 
 
 def _check_names(

@@ -543,7 +543,13 @@ def test_a_model_has_no_adapter_of_a_kind_that_it_was_built_without(build_adapte
             "--lora_r 4, or leave it out: the file records it",
             "give --lora_r 4 as when",
         ),
-        ("variant", None, "", "leave --lora_variant out", "leave --lora_variant out as when the"),
+        (
+            "variant",
+            "lora",
+            "",
+            "--lora_variant lora, or leave",
+            "give --lora_variant lora as when",
+        ),
         (
             "rank",
             4,

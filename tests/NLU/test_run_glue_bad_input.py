@@ -178,7 +178,7 @@ BAD = {
     "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length must be at"),
     "another variant": (
         f"{EVAL} {{trained}} --lora_variant dora",
-        "the model was built with dora (leave --lora_variant out)",
+        "with variant lora, the model was built with dora (--lora_variant lora, or leave it",
     ),
     "another rank of one module": (
         f"{EVAL} {{trained}} --lora_rank_pattern layer.0.*.value=2",

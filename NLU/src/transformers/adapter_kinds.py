@@ -167,10 +167,7 @@ def fitting_flag(error: SettingsError, is_resumed: bool = False) -> str:
     words = " ".join(value) if isinstance(value, tuple) else in_words(value)
     is_long = len(words) > 120
     if is_resumed:
-        given = f"leave --{flag} out" if value is None else f"give --{flag} {words}"
-        given = f"give the same --{flag}" if is_long else given
+        given = f"give the same --{flag}" if is_long else f"give --{flag} {words}"
         return f"{given} as when the run began, or give another --output_dir"
-    if value is None:
-        return f"leave --{flag} out"
     given = f"leave --{flag} out" if is_long else f"--{flag} {words}, or leave it out"
     return f"{given}: the file records it"

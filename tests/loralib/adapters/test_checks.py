@@ -73,7 +73,9 @@ def test_an_initialization_must_fit_if_the_update_is_relative_to_it(initializati
     if fits:
         assert load_into(model, adapter) == []
     else:
-        refuses(model, adapter, f"initialization {initialization}, the model was built with None")
+        refuses(
+            model, adapter, f"initialization {initialization}, the model was built with default"
+        )
 
 
 def test_adapters_that_were_trained_together_must_be_given_together():
