@@ -13,7 +13,7 @@ for flag in "$@"; do
     echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
     echo "--estimate only says what the training would take."
     echo "Variables: NPROC (processes), SEED, RUN_DIR (folder to write to), MASTER_PORT, and for a" \
-        "trial TRIAL_DIR (folder with base.pt, a gpt2.xs, vocab and data)."
+        "trial TRIAL_DIR (folder with base.pt, a gpt2.xs, vocab and data). Paths are relative to NLG/."
     exit 0
 done
 case $card in
