@@ -571,7 +571,7 @@ def test_a_model_has_no_adapter_of_a_kind_that_it_was_built_without(build_adapte
             "leave --lora_targets out: the file records it",
             "give the same --lora_targets as when the run began, or give another --output_dir",
         ),
-        ("dropout", 0.5, "", "", ""),
+        ("head", "masked_lm", "", "", ""),
     ],
 )
 def test_errors_name_the_flags_that_fit_a_file(what, theirs, module, given, resumed):

@@ -79,6 +79,12 @@ def test_the_flags_of_training_fit_the_file(glue, run, tiny_glue, tmp_path, name
     assert results(tmp_path / "again") == results(run(name))
 
 
+def test_training_goes_on_as_the_file_says(glue, run, tiny_glue, tmp_path):
+    flags = ["--do_train", "--max_steps", 1, "--save_strategy", "no", "--apply_lora"]
+    glue(*on_rte(tiny_glue, *flags), "--lora_path", run("frozen"), "--output_dir", "next")
+    assert read_adapter(tmp_path / "next").lora == read_adapter(run("frozen")).lora
+
+
 @EACH
 def test_a_killed_run_resumes_to_the_same_bits(glue, run, tiny_glue, tmp_path, name):
     shutil.copytree(run(name) / "checkpoint-2", tmp_path / "out" / "checkpoint-2")

@@ -109,6 +109,7 @@ FROM_METADATA = {
     "positions": "lora_positions",
     "variant": "lora_variant",
     "initialization": "lora_init",
+    "dropout": "lora_dropout",
     "freeze_A": "lora_freeze_A",
     "rank_pattern": "lora_rank_pattern",
     "alpha_pattern": "lora_alpha_pattern",
