@@ -48,6 +48,8 @@ from .peft import (
     stacked_B_for,
 )
 
+# The head that PEFT's auto classes save as one module even if the settings name no task.
+_CLASSIFIER = "classifier"
 # The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
 # its own version. It keeps this one when it saves the adapter again.
 _VERSION = "0.21.0"
@@ -348,7 +350,7 @@ def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
     alpha, alphas = usual(
         {name: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m, name in named.items()}
     )
-    saved, task = saved_modules(adapter), _task_of(adapter)
+    saved, task = saved_modules(adapter, model), _task_of(adapter)
     has_attention = len(named) < len(parts)
     told = {name: values for values, name in VARIANT_OF_FLAGS.items()}
     flags = zip(("use_rslora", "use_dora"), told[metadata.variant or "lora"], strict=True)
@@ -386,12 +388,14 @@ def _task_of(adapter: Adapter) -> str | None:
     return None if family and is_without_head else task
 
 
-def saved_modules(adapter: Adapter) -> set[str]:
-    """Returns the modules that PEFT is to save beside LoRA."""
+def saved_modules(adapter: Adapter, model: nn.Module | None = None) -> set[str]:
+    """Returns the modules that PEFT is to save beside LoRA; `model` is the adapter's, if known."""
     family = family_of(adapter.tensors)
     of_heads = family.heads.values() if family else ()
     as_one = {module for head in of_heads for module in head.modules}
     as_one |= HEADS_OF_TASK.get(_task_of(adapter) or "", set())
+    if model is not None and _brings_all_of(_CLASSIFIER, adapter, model):
+        as_one.add(_CLASSIFIER)
     return {
         next(
             (module for module in as_one if name.startswith(f"{module}.")),
@@ -399,6 +403,12 @@ def saved_modules(adapter: Adapter) -> set[str]:
         )
         for name in _tensors_of_saved_modules(adapter)
     }
+
+
+def _brings_all_of(module: str, adapter: Adapter, model: nn.Module) -> bool:
+    """Returns whether an adapter holds all parameters of one of its model's modules."""
+    names = (name for name, _ in model.named_parameters() if name.startswith(f"{module}."))
+    return all(name in adapter.tensors for name in names)
 
 
 def _tensors_of_saved_modules(adapter: Adapter) -> set[str]:

@@ -272,7 +272,7 @@ def _taken_for_saved(model: nn.Module, adapter: Adapter) -> str | None:
 
     PEFT takes each module whose name ends in one of `modules_to_save`, even if no dot is before it.
     """
-    saved = saved_modules(adapter)
+    saved = saved_modules(adapter, model)
     taken = [
         name
         for name, module in model.named_modules()

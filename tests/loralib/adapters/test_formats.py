@@ -288,7 +288,7 @@ def test_why_not_expressible_returns_a_reason_or_none():
     ],
 )
 def test_pefts_task_type_depends_on_the_head(tmp_path, head, task, saved):
-    """For some tasks, PEFT saves the classifier as a whole."""
+    """For some tasks, PEFT saves the classifier as one module."""
     adapter = adapter_of("plain")
     tensors = {**adapter.tensors, "classifier.2.weight": torch.ones(2, 6)}
     metadata = replace(adapter.lora, head=head)

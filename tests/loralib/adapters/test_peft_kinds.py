@@ -177,6 +177,26 @@ def test_modules_that_peft_takes_for_one_that_is_saved_are_a_warning(
     ]
 
 
+@pytest.mark.parametrize(
+    ("target", "trained", "saved"),
+    [
+        ("features", "classifier", "classifier"),
+        ("features", "classifier.2", "classifier.2"),
+        ("0", "classifier.2", "classifier.2"),
+    ],
+)
+def test_a_classifier_is_saved_as_one_module_if_all_of_it_is_trained(
+    tmp_path, target, trained, saved
+):
+    """Such as torchvision's. PEFT's class for its usual task saves it as one module, too."""
+    classifier = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = nn.ModuleDict({"features": nn.Linear(4, 4), "classifier": classifier})
+    lora.add_lora(model, [target], r=2, modules_to_train=[trained])
+    lora.save_adapter(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == [saved]
+
+
 def test_a_convolutions_tensors_have_pefts_shapes(tmp_path):
     _, _, tensors = saved(tmp_path, "kernels", variant="dora")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
