@@ -295,7 +295,7 @@ def replace_parameter(model):
 
 
 def add_buffer(model):
-    model.register_buffer("more", torch.zeros(1, device="cuda:0"))
+    model.head.register_buffer("more", torch.zeros(1, device="cuda:0"))  # the very last part
 
 
 @pytest.mark.parametrize("recorded", [False, True])

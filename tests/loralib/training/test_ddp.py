@@ -216,3 +216,4 @@ def test_a_loss_computed_without_ddp_is_an_error(group):
         wrapped.module(torch.ones(1, 3)).sum().backward()
     with sync_gradients(wrapped, due=False):
         wrapped.module(torch.ones(1, 3)).sum().backward()
+    assert not wrapped._forward_pre_hooks
