@@ -562,7 +562,7 @@ def _blocks_of_all(
 def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
     """Stacks the blocks of B, which is (out, rank). None if B is not zero outside its blocks."""
     count = sum(enabled)
-    if not count or B.shape[1] % count or len(B) % len(enabled):
+    if B.shape[1] % count or len(B) % len(enabled):
         return None
     grid = B.unflatten(1, (count, -1)).unflatten(0, (len(enabled), -1))
     indices = [index for index, on in enumerate(enabled) if on]

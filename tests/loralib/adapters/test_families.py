@@ -132,6 +132,19 @@ def test_the_task_of_a_classifier_on_gpt2_is_kept(tmp_path):
     assert (config["fan_in_fan_out"], config["task_type"]) == (True, "SEQ_CLS")
 
 
+@pytest.mark.parametrize(("rank", "rows"), [(3, 18), (2, 8)])
+def test_an_update_that_cannot_be_divided_into_gpt2s_blocks_is_one(tmp_path, rank, rows):
+    module = "base_model.model.transformer.h.0.attn.c_attn"
+    tensors = {f"{module}.lora_A.weight": torch.ones(rank, 6)}
+    tensors[f"{module}.lora_B.weight"] = torch.zeros(rows, rank)
+    peft_folder(tmp_path / "in", tensors, r=rank, target_modules=["c_attn"])
+    adapter = read_adapter(tmp_path / "in")
+    assert (adapter.lora.rank, adapter.lora.alpha) == (rank, 3)
+    assert_same_bits(
+        {f"base_model.model.{n}.weight": t for n, t in adapter.tensors.items()}, tensors
+    )
+
+
 def test_a_family_is_registered_once(unregistered):
     family = Family(name="a", title="A", backbone="a.", layers="a.layer.")
     assert register(family) is family
