@@ -625,6 +625,7 @@ def test_every_norm_has_the_configurations_epsilon():
     ("settings", "message"),
     [
         ({"lora_rank_pattern": {"key": 1}}, "key shares its rank and alpha with all of attn.c_at"),
+        ({"lora_init": "orthogonal", "lora_attn_dim": 3}, "r has to be even for the orthogonal"),
         ({"n_head": 3}, "n_embd 32 is not a multiple of 3 heads"),
         ({"lora_attn_dim": 33}, "the rank of .*, 33, is larger than n_embd, 32"),
         ({"lora_rank_pattern": {"h.1.*": 0}}, r"the rank 0 of transformer\.h\.1\..* above 0"),
@@ -639,7 +640,10 @@ def test_invalid_settings_are_refused(settings, message):
 
 
 def test_patterns_keep_only_the_layers_that_differ():
-    patterns = {"lora_rank_pattern": {"h.0.*": 2, "h.1.*": 1}, "lora_alpha_pattern": {"*": 6}}
+    patterns = {
+        "lora_rank_pattern": {"h.0.*": 2, "h.1.*": 1},
+        "lora_alpha_pattern": {"attn.c_attn": 6},
+    }
     config = GPT2Config(32, 2, 4, **LORA, **patterns)
     assert config.lora_rank_pattern == {"transformer.h.1.attn.c_attn": 1}
     assert config.lora_alpha_pattern == {}

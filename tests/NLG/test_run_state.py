@@ -94,6 +94,11 @@ def test_a_run_may_have_the_shorter_fingerprint_that_older_versions_wrote(tmp_pa
     assert restore_run(tmp_path, ALONE, same, state, *make(2)) == PROGRESS
     with pytest.raises(CheckpointError, match="belongs to a run with base 0"):
         restore_run(tmp_path, ALONE, other, state, *make(2))
+    for was, now in ((None, same["base"]), (same["base"], None)):  # None: from no base
+        identities = ({**IDENTITY, "base": base} for base in (was, now))
+        write_finished(tmp_path, ALONE, next(identities), 7)
+        with pytest.raises(CheckpointError, match=f"with base {was}, but this run has {now}"):
+            restore_run(tmp_path, ALONE, next(identities), read_run(tmp_path), *make(2))
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -239,9 +244,18 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "harmed").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"half a file", b"PK\x03\x04"])
+SOUND = {"run": {}, "step": 3, "finished": False}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"half a file", b"PK\x03\x04", *({**SOUND, name: None} for name in SOUND)],
+)
 def test_a_damaged_file(tmp_path, content):
-    (tmp_path / RESUME_NAME).write_bytes(content)
+    if isinstance(content, bytes):
+        (tmp_path / RESUME_NAME).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / RESUME_NAME)
     with pytest.raises(CheckpointError, match=r"resume\.pt: missing or damaged \(") as caught:
         read_run(tmp_path)
     assert str(caught.value).endswith(
