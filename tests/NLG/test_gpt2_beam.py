@@ -133,16 +133,16 @@ def test_each_context_gets_a_prediction(decode, files, batch_size):
     assert texts == expected(files, "base.pt", CONTEXTS, settings)
 
 
-def test_each_distinct_context_is_searched_once(decode, monkeypatch):
+def test_each_distinct_context_is_searched_once_the_longest_first(decode, monkeypatch):
     searched = []
 
     def spy(model, prompts, settings):
-        searched.extend(prompts)
+        searched.append(prompts)
         return search(model, prompts, settings)
 
     monkeypatch.setattr(gpt2_beam, "search", spy)
-    texts = decode()
-    assert sorted(searched) == [(3, 1), (4, 4, 50000, 11, 3), (5, 9, 2), (7,)]
+    texts = decode("--batch_size", 3)
+    assert searched == [[(4, 4, 50000, 11, 3), (5, 9, 2), (3, 1)], [(7,)]]
     assert texts[0] == texts[2] == texts[6]
     assert texts[1] == texts[4] != texts[0]
 
