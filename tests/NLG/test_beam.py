@@ -342,6 +342,7 @@ def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch
     def watched_keep(self, prompts):
         before = self.seen.shape[2]
         keep(self, prompts)
+        assert self.seen.any(dim=1).all(dim=1).any()  # some prompt needs all slots
         copies.append((before, self.seen.shape[2]))
 
     monkeypatch.setattr(beam, "_Search", Watched)
