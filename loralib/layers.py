@@ -84,6 +84,17 @@ def _keep_encoder_off_fast_path(layer: nn.Module, inputs: tuple) -> None:
     """
 
 
+def _in_shape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a new matrix in another shape: (n, out) -> (*shape, out).
+
+    To autograd, the result is no view. If a view is changed in place, FSDP2 loses the hook that it
+    has put on it, and the backward pass fails.
+    """
+    if torch.jit.is_tracing():  # of that operator, it would record the numbers in the shape
+        return rows.view(*shape, rows.shape[-1])
+    return torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
+
+
 class _SlicedLinear(LoRALayer, nn.Linear):
     """Base class of `Linear` and `MergedLinear`: updates some slices of a linear layer's output.
 
@@ -172,8 +183,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             self._as_matrix(self.weight).to(dtype),
             cast(self.bias, dtype),
         )
-        # As in PyTorch, a matrix is no view: of one that is changed in place, FSDP2 loses its hook.
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+        return _in_shape(out, x.shape[:-1])
 
     def merged_layer(self) -> nn.Linear:
         """Returns an `nn.Linear` with the update merged into its weight, always (out, in)."""
@@ -435,7 +445,7 @@ class Embedding(LoRALayer, nn.Embedding):
                 is_padding = (ids == self.padding_idx)[:, None]
                 gain = torch.where(is_padding, gain.detach(), gain)
             out = out * gain.to(out.dtype)
-        return out.view(*x.shape, self.embedding_dim)
+        return _in_shape(out, x.shape)
 
     def merged_layer(self) -> nn.Embedding:
         """Returns an `nn.Embedding` with the update merged into its weight."""
