@@ -44,8 +44,12 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
 
     def _ids_of_words(self, texts: list[list[str]]) -> list[list[int]]:
         """Returns the ids of each text, given as words, without special tokens."""
-        rows = iter(self._ids_of([word for words in texts for word in words]))
+        rows = iter(self._ids_of(self._spaced([word for words in texts for word in words])))
         return [[index for _ in words for index in next(rows)] for words in texts]
+
+    def _spaced(self, texts: list[str]) -> list[str]:
+        """Puts spaces before words if their ids depend on it."""
+        return texts
 
     @property
     def added_tokens_decoder(self) -> dict[int, str]:

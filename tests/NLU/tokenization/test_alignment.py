@@ -232,6 +232,8 @@ def test_plain_tokenizers_give_split_words_the_same_ids(family, folders, always_
     assert plain(words[:2], words[4:], is_split_into_words=True)["input_ids"] == pairs
     rows = list(zip(words[:2], words[4:], strict=True))
     assert tokenizer.batch_encode_plus(rows, is_split_into_words=True)["input_ids"] == pairs
+    plain.add_prefix_space = True  # no setting of the backend's any more
+    assert plain(words, is_split_into_words=True)["input_ids"] == ids
 
 
 # ---- What is refused ----

@@ -211,7 +211,7 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
     ) -> BatchEncoding:
         def spaced(words: bool) -> Inputs:
             firsts, seconds, batched = inputs_of(words)
-            if words:  # `_ids_of_words` gives them their spaces
+            if words:  # they get their spaces one by one
                 return Inputs(firsts, seconds, batched)
             return Inputs(self._spaced(firsts), seconds and self._spaced(seconds), batched)
 
@@ -230,12 +230,9 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _ids_of_words(self, texts: list[list[str]]) -> list[list[int]]:
-        return super()._ids_of_words([self._spaced(words) for words in texts])
-
     def _spaced(self, texts: list[str]) -> list[str]:
         """Puts a space before each text or word that starts with neither one nor an added token."""
-        if self.add_prefix_space:  # the backend does it
+        if getattr(self._tokenizer.pre_tokenizer, "add_prefix_space", False):  # it does that
             return texts
         added = self._tokenizer.get_added_tokens_decoder().values()
         apart = tuple(token.content for token in added if not token.single_word)
