@@ -406,9 +406,9 @@ def saved_modules(adapter: Adapter, model: nn.Module | None = None) -> set[str]:
 
 
 def _brings_all_of(module: str, adapter: Adapter, model: nn.Module) -> bool:
-    """Returns whether an adapter holds all parameters of one of its model's modules."""
-    names = (name for name, _ in model.named_parameters() if name.startswith(f"{module}."))
-    return all(name in adapter.tensors for name in names)
+    """Returns whether an adapter holds all tensors of one of its model's modules."""
+    names = {name for name in model.state_dict() if name.startswith(f"{module}.")}
+    return names <= adapter.tensors.keys()
 
 
 def _tensors_of_saved_modules(adapter: Adapter) -> set[str]:

@@ -178,23 +178,30 @@ def test_modules_that_peft_takes_for_one_that_is_saved_are_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("target", "trained", "saved"),
+    ("target", "trained", "middle", "saved"),
     [
-        ("features", "classifier", "classifier"),
-        ("features", "classifier.2", "classifier.2"),
-        ("0", "classifier.2", "classifier.2"),
+        ("features", "classifier", nn.ReLU(), ["classifier"]),
+        ("features", "classifier.2", nn.ReLU(), ["classifier.2"]),
+        ("0", "classifier.2", nn.ReLU(), ["classifier.2"]),
+        ("features", "classifier", nn.BatchNorm1d(4), ["classifier"]),
+        (
+            "features",
+            "classifier",
+            nn.BatchNorm1d(4, affine=False),
+            ["classifier.0", "classifier.2"],
+        ),
     ],
 )
-def test_a_classifier_is_saved_as_one_module_if_all_of_it_is_trained(
-    tmp_path, target, trained, saved
+def test_a_classifier_is_saved_as_one_module_if_the_adapter_holds_all_of_it(
+    tmp_path, target, trained, middle, saved
 ):
     """Such as torchvision's. PEFT's class for its usual task saves it as one module, too."""
-    classifier = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    classifier = nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 4))
     model = nn.ModuleDict({"features": nn.Linear(4, 4), "classifier": classifier})
     lora.add_lora(model, [target], r=2, modules_to_train=[trained])
     lora.save_adapter(model, tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    assert config["modules_to_save"] == [saved]
+    assert config["modules_to_save"] == saved
 
 
 def test_a_convolutions_tensors_have_pefts_shapes(tmp_path):
