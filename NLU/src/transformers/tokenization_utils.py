@@ -48,7 +48,7 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
         return [[index for _ in words for index in next(rows)] for words in texts]
 
     def _spaced(self, texts: list[str]) -> list[str]:
-        """Puts spaces before words if their ids depend on it."""
+        """Puts a space before each text or word, if its ids depend on that."""
         return texts
 
     @property

@@ -302,7 +302,7 @@ class TrainingArguments:
         self.check()
 
     def _read_texts(self) -> None:
-        """Replaces choices that are given by name, and refuses texts in place of others."""
+        """Replaces choices that are given by name; refuses other texts, and fractions of counts."""
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if isinstance(hint, EnumMeta):
