@@ -394,7 +394,7 @@ def saved_modules(adapter: Adapter, model: nn.Module | None = None) -> set[str]:
     of_heads = family.heads.values() if family else ()
     as_one = {module for head in of_heads for module in head.modules}
     as_one |= HEADS_OF_TASK.get(_task_of(adapter) or "", set())
-    if model is not None and _brings_all_of(_CLASSIFIER, adapter, model):
+    if _brings_all_of(getattr(model, _CLASSIFIER, None), _CLASSIFIER, adapter):
         as_one.add(_CLASSIFIER)
     return {
         next(
@@ -405,10 +405,11 @@ def saved_modules(adapter: Adapter, model: nn.Module | None = None) -> set[str]:
     }
 
 
-def _brings_all_of(module: str, adapter: Adapter, model: nn.Module) -> bool:
-    """Returns whether an adapter holds all tensors of one of its model's modules."""
-    names = {name for name in model.state_dict() if name.startswith(f"{module}.")}
-    return names <= adapter.tensors.keys()
+def _brings_all_of(module: object, name: str, adapter: Adapter) -> bool:
+    """Returns whether this is a module and the adapter holds all of its tensors, by this name."""
+    if not isinstance(module, nn.Module):
+        return False
+    return module.state_dict(prefix=f"{name}.").keys() <= adapter.tensors.keys()
 
 
 def _tensors_of_saved_modules(adapter: Adapter) -> set[str]:
