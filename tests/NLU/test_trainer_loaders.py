@@ -307,16 +307,19 @@ def test_a_user_s_samplers_are_used(make):
 
 
 @pytest.mark.parametrize("batch_size", [4, 3])
-def test_the_trainer_s_sampler_works_in_a_user_s_loader(make, batch_size):
+def test_the_trainer_s_samplers_work_in_a_user_s_loaders(make, batch_size):
     """As in copies of 4.4's get_train_dataloader, which subclasses change."""
     passes = []
 
     class Custom(Trainer):
+        def own_loader(self, dataset, sampler):
+            return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=self.data_collator)
+
         def get_train_dataloader(self):
-            sampler = self._get_train_sampler()
-            return DataLoader(
-                self.train_dataset, batch_size, sampler=sampler, collate_fn=self.data_collator
-            )
+            return self.own_loader(self.train_dataset, self._get_train_sampler())
+
+        def get_eval_dataloader(self, eval_dataset=None):
+            return self.own_loader(self.eval_dataset, self._get_eval_sampler(self.eval_dataset))
 
         def compute_loss(self, model, inputs, return_outputs=False):
             passes.extend(inputs["x"].tolist())
@@ -327,6 +330,8 @@ def test_the_trainer_s_sampler_works_in_a_user_s_loader(make, batch_size):
     first, second = passes[:20], passes[20:]
     assert first != second
     assert sorted(first) == sorted(second) == pytest.approx(sorted(p["x"] for p in make_points(20)))
+    expected = make(model=trainer.model).evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)
 
 
 # ---- resuming ----

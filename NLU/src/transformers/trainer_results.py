@@ -37,6 +37,8 @@ class Evaluation:
     ):
         sampler = getattr(loader, "sampler", None)
         self._share = sampler.batches if isinstance(sampler, ExampleSampler) else None
+        # Not the share's own: a subclass's loader may make other batches of the same order.
+        self._batch_size = getattr(loader, "batch_size", None)
         self._set_length = length_of(getattr(loader, "dataset", None))
         self._device, self._world_size, self._rank = device, world_size, rank
         self._collectors = [Collector(accumulation_steps), Collector(accumulation_steps)]
@@ -66,8 +68,8 @@ class Evaluation:
             collector.add(batch)
 
     def _rows_in_share(self) -> int:
-        size, done = self._share.batch_size, len(self._rows) * self._share.batch_size
-        return min(size, self._share.examples - done)
+        done = len(self._rows) * self._batch_size
+        return min(self._batch_size, self._share.examples - done)
 
     def results(self) -> tuple[float | None, Any, Any, int]:
         """Returns the mean loss, the predictions, the labels and the number of examples.
