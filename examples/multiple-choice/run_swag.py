@@ -29,13 +29,13 @@ from loralib.adapters.adapter import Adapter
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForMultipleChoice,
+    DataCollatorForMultipleChoice,
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers.data.data_collator import DataCollatorForMultipleChoice
 from transformers.data.metrics import simple_accuracy
 from transformers.fine_tuning.adapted_model import (
     build_model,

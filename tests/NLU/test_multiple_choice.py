@@ -3,8 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, models
 
-from transformers import PreTrainedTokenizerFast
-from transformers.data.data_collator import DataCollatorForMultipleChoice
+from transformers import DataCollatorForMultipleChoice, PreTrainedTokenizerFast
 from transformers.trainer_data import lengths_of
 
 PAD = 1

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .data.data_collator import (
         DataCollator,
         DataCollatorForLanguageModeling,
+        DataCollatorForMultipleChoice,
         DataCollatorForTokenClassification,
         DataCollatorForWholeWordMask,
         DataCollatorWithPadding,
@@ -163,6 +164,7 @@ _MODULE_OF = {
     "PretrainedConfig": ".configuration_utils",
     "DataCollator": ".data.data_collator",
     "DataCollatorForLanguageModeling": ".data.data_collator",
+    "DataCollatorForMultipleChoice": ".data.data_collator",
     "DataCollatorForTokenClassification": ".data.data_collator",
     "DataCollatorForWholeWordMask": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",
