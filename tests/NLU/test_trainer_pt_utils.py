@@ -244,7 +244,9 @@ def test_label_smoothing_equals_its_formula(ignored):
         if labels[row, place] >= 0
     ]
     expected = torch.stack(losses).mean()
-    for output in (SequenceClassifierOutput(logits=logits), (logits,), {"logits": logits}, logits):
+    named = {"states": torch.zeros(4, 5, 16), "logits": logits}
+    ours = SequenceClassifierOutput(logits=logits)
+    for output in (ours, (logits,), {"y": logits}, named, logits):
         found = LabelSmoother(0.1)(output, labels)
         assert found.item() == pytest.approx(expected.item(), abs=rounding(expected, 20 * 12))
     assert torch.equal(labels, before)

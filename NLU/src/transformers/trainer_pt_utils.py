@@ -522,8 +522,8 @@ class LabelSmoother:
         """Returns the mean over the labels that count, or zero if there are none.
 
         Args:
-            model_output: the logits (…, classes), or a dict or tuple without a loss whose first
-                entry they are.
+            model_output: the logits (…, classes), or a dict or tuple without a loss: they are a
+                dict's "logits", else the first entry.
             labels: (…).
 
         Raises:
@@ -531,12 +531,15 @@ class LabelSmoother:
         """
         if labels.is_floating_point():
             raise TrainingError("label smoothing needs class labels, not numbers")
-        logits = next(iter(predictions_of(model_output, with_loss=False)), None)
+        outputs = _by_name(model_output)
+        if isinstance(outputs, Mapping):
+            outputs = outputs.get("logits", outputs)
+        logits = next(iter(predictions_of(outputs, with_loss=False)), None)
         if logits is None or logits.shape[:-1].numel() != labels.numel():
             raise TrainingError(
-                "label smoothing needs a model whose first output, called without labels, is the "
-                f"logits: the labels have the shape {tuple(labels.shape)}, but its first output "
-                f"has {'no rows' if logits is None else tuple(logits.shape)}"
+                "label smoothing needs a model that, called without labels, returns the logits "
+                f"first or as 'logits': the labels have the shape {tuple(labels.shape)}, but that "
+                f"output has {'no rows' if logits is None else tuple(logits.shape)}"
             )
         labels = labels.flatten()
         total = F.cross_entropy(
