@@ -249,6 +249,24 @@ class SampledByItsOwn(Trainer):
         return RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(3))
 
 
+class Noise:
+    """A collator with a generator of its own."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, rows):
+        batch = default_data_collator(rows)
+        return {**batch, "x": batch["x"] + torch.rand(len(rows), generator=self.generator)}
+
+
+class WithNoise(Trainer):
+    """A Trainer whose collator has a generator of its own."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **{**settings, "data_collator": Noise()})
+
+
 class Backwards(Trainer):
     """A Trainer that evaluates from the last example to the first, in batches of two."""
 
@@ -343,6 +361,7 @@ RESUMED = {
     # In two steps an epoch, so that the third is within the second epoch.
     "own loader's generator": {"kind": ShuffledByItsOwn, "train_dataset": lambda _: make_points(8)},
     "own sampler's generator": {"kind": SampledByItsOwn, "train_dataset": lambda _: make_points(8)},
+    "own collator's generator": {"kind": WithNoise},
     "own loader, accumulated": {"kind": Shuffled, "gradient_accumulation_steps": 2},
     "several outputs": {"twice": True},
 }

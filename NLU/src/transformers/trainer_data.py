@@ -281,14 +281,16 @@ def _batches_of(loader: Any) -> TrainingBatches | None:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Returns the generators that a loader, its samplers and its set draw from, each of them once.
+    """Returns the generators that a loader and its parts draw from, each of them once.
 
-    The Trainer's own loader, which it seeds in every epoch, has none.
+    The parts are its samplers, its set and its collator, also one within the Trainer's own.
     """
-    if _batches_of(loader) is not None:
-        return []
     owners = [loader, *(getattr(loader, n, None) for n in ("sampler", "batch_sampler", "dataset"))]
     owners.append(getattr(owners[2], "sampler", None))  # of a user's batch_sampler
+    collator = getattr(loader, "collate_fn", None)
+    while collator is not None:
+        owners.append(collator)
+        collator = getattr(collator, "collator", None)
     found = (getattr(owner, "generator", None) for owner in owners)
     return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
