@@ -149,7 +149,14 @@ def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     name = _words(unknown)
     words = {flag: _words(flag) for flag in flags}
     spelled = "_".join(name)
-    alike = {f: SequenceMatcher(None, spelled, "_".join(words[f])).ratio() for f in flags}
+    # Also letter by letter, as in --lora_dimm, whose words are not those of --lora_dim.
+    alike = {
+        flag: max(
+            SequenceMatcher(None, *pair).ratio()
+            for pair in ((unknown.strip("-"), flag[2:]), (spelled, "_".join(words[flag])))
+        )
+        for flag in flags
+    }
     nearest = sorted(flags, key=alike.__getitem__, reverse=True)
     rules: tuple[Callable[[str], bool], ...] = (
         lambda flag: name in (words[flag], ["".join(word[:1] for word in words[flag])]),

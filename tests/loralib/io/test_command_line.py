@@ -53,10 +53,11 @@ def test_a_parsing_error_is_one_line(parser, capsys, flags, message):
         ("--lora_rank", "--lora_r"),
         ("--lora-r", "--lora_r"),
         ("--alpha", "--lora_alpha"),
-        ("--rank", "--lora_r, --local_rank, --lora_rank_pattern"),
+        ("--rank", "--lora_r, --local_rank, --prefix_dim, --lora_rank_pattern"),
         ("--lr", "--lora_r, --local_rank, --learning_rate"),
         ("--learnin_rate", "--learning_rate"),
         ("--lora_rank_ptatern", "--lora_rank_pattern"),
+        ("--prefix_dimm", "--prefix_dim"),
         ("--lora_dim", "--lora_r"),
         ("--batch_size", "--eval_batch_size, --train_batch_size"),
         ("--eval_strategy", "--evaluation_strategy"),
@@ -72,6 +73,7 @@ def test_similar_flags_are_suggested_for_an_unknown_one(parser, capsys, unknown,
     for flag in (
         *("--lora_r", "--lora_alpha", "--lora_targets", "--learning_rate", "--num_train_epochs"),
         *("--train_batch_size", "--eval_batch_size", "--evaluation_strategy"),
+        *("--prefix_dim", "--prefix_dir"),
     ):
         parser.add_argument(flag)
     with pytest.raises(SystemExit):
