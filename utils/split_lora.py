@@ -4,9 +4,10 @@
 
 IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
 the release's format by torch.save or, if its name ends in .safetensors, as safetensors with
-metadata: rank, alpha, targets, task, labels, columns of texts and base, taken from the config.json
-next to IN, or from IN itself. A checkpoint in which several parts were trained, such as LoRA and
-biases, has to be split once for each. convert.py converts OUT to other formats, such as PEFT's.
+metadata: rank, alpha, targets, task, labels, columns of texts and base, taken from IN or, if it
+records none, from the config.json next to it. A checkpoint in which several parts were trained,
+such as LoRA and biases, has to be split once for each. convert.py converts OUT to other formats,
+such as PEFT's.
 
 Existing files are overwritten only with --overwrite. As an exception, the release's own call, as
 above, may be repeated: it replaces a .bin or .pt that holds only LoRA and a head.
@@ -94,15 +95,16 @@ def describe(
 ) -> AdapterMetadata | None:
     """Returns the metadata of a checkpoint's trained weights; None if nothing is recorded.
 
-    They are taken from the settings or, for GPT-2, from the file's metadata.
+    It is the file's own, such as GPT-2's or an adapter's; otherwise it is made from the settings.
 
     Raises:
         CheckpointError: the settings are damaged, or do not fit the weights.
     """
+    recorded = kind.metadata.from_metadata(checkpoint.metadata, checkpoint.source)
     config = checkpoint.config
     _check_settings(checkpoint)
-    if not config.get(kind.switch):
-        return kind.metadata.from_metadata(checkpoint.metadata, checkpoint.source)
+    if recorded or not config.get(kind.switch):
+        return recorded
     own = _own_settings(checkpoint, part, kind)
     if own is None:
         return None

@@ -114,6 +114,15 @@ def test_a_file_of_lora_alone_gives_no_fingerprint_of_its_base(script, tmp_path)
     assert read_adapter(tmp_path / "lora.safetensors").metadata.base_fingerprint is None
 
 
+def test_what_a_file_records_itself_counts_and_not_the_settings_next_to_it(script, tmp_path):
+    script.main([str(checkpoint_folder(tmp_path / "full")), str(tmp_path / "lora.safetensors")])
+    config = {**CONFIG, "lora_alpha": CONFIG["lora_alpha"] + 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script.main([str(tmp_path / "lora.safetensors"), str(tmp_path / "again.safetensors")])
+    first, again = (read_adapter(tmp_path / f"{name}.safetensors") for name in ("lora", "again"))
+    assert again.metadata == first.metadata
+
+
 LAYER = "roberta.encoder.layer.0.output."
 
 
