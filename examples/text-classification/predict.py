@@ -94,7 +94,12 @@ AT_ONCE = 1000
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ``adapters`` becomes a dict of each adapter's source by name."""
-    parser = HfArgumentParser([], description=summary(__doc__), takes_empty=False)
+    parser = HfArgumentParser(
+        [],
+        description=summary(__doc__),
+        takes_empty=False,
+        other_names={"lora_path": "adapters are given without a flag, as NAME=ADAPTER"},
+    )
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="the base: a model's folder, or hub name")
     add(
@@ -128,7 +133,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="use the token of `hf auth login`, for private models and adapters",
     )
     add("--log_level", choices=LOG_LEVELS, help="lowest level of messages to show (default: info)")
-    args = parser.parse_intermixed_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.refuse(unknown)
     try:
         check_bounds("--batch_size", args.batch_size, least=1)
         check_bounds("--max_seq_length", args.max_seq_length, least=1)

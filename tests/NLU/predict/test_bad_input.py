@@ -126,6 +126,7 @@ BAD_ARGUMENTS = {
         "bottlenecks is not a base: its config.json has apply_adapter",
     ),
     "unknown flag": ("rte={rte} --lora_r 8", "unrecognized arguments: --lora_r"),
+    "run_glue.py's flag": ("rte={rte} --lora_path x", "as NAME=ADAPTER"),
 }
 
 
