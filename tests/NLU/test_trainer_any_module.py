@@ -436,8 +436,8 @@ class Summary(Net):
     [
         (Net, {"label_names": ["labels", "more"]}, "needs exactly one name"),
         (NeedsLabels, {}, "can be called without labels"),
-        (NoLogits, {}, r"labels have the shape \(4,\), but its first output has no rows"),
-        (Summary, {"per_device_train_batch_size": 2}, r"\(2,\), but its first output has \(3,\)"),
+        (NoLogits, {}, r"labels have the shape \(4,\), but that output has no rows"),
+        (Summary, {"per_device_train_batch_size": 2}, r"\(2,\), but that output has \(3,\)"),
     ],
 )
 def test_label_smoothing_that_does_not_fit_the_model_is_an_error(make, model, settings, message):
