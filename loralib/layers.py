@@ -85,11 +85,13 @@ def _keep_encoder_off_fast_path(layer: nn.Module, inputs: tuple) -> None:
 
 
 def _in_shape(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Returns a new matrix in another shape: (n, out) -> (*shape, out).
+    """Returns a new matrix in the shape that is asked for: (n, out) -> (*shape, out).
 
     To autograd, the result is no view. If a view is changed in place, FSDP2 loses the hook that it
     has put on it, and the backward pass fails.
     """
+    if len(shape) == 1:  # as packed tokens have
+        return rows
     if torch.jit.is_tracing():  # of that operator, it would record the numbers in the shape
         return rows.view(*shape, rows.shape[-1])
     return torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
