@@ -33,12 +33,12 @@ from ..trained import noted
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
 from .adapter import LORA, Adapter, base_biases, bias_of
-from .families import in_known_backbone
+from .families import family_of, in_known_backbone, top_module
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .metadata import LoraMetadata
 from .model_settings import dropout_of, lora_settings, setting_of
-from .peft import peft_difference
+from .peft import HEAD_OF_CLASS, HEADS_OF_TASK, TASK_OF_HEAD, peft_difference
 from .saving_warnings import SAVED_WHOLE, saving_warnings
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ def _adapter_of(
         base=as_text("base", base, "roberta-base") or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides),
         task=as_text("task", task, "mnli"),
+        head=_head_of(model, tensors),
         labels=None if labels is None else as_names("labels", labels),
         places=_places_of(model, tensors),
     )
@@ -276,6 +277,27 @@ def _name_in_config(model: nn.Module) -> str | None:
     """Returns the name of the checkpoint in the config of upstream's models."""
     name = setting_of(getattr(model, "config", None), "_name_or_path")
     return name if isinstance(name, str) and name else None
+
+
+def _head_of(model: nn.Module, saved: Mapping[str, Tensor]) -> str | None:
+    """Returns the task of the head of upstream's models, told by the class's name, or None.
+
+    In a registered family the tensors tell it. PEFT saves a classifier as a whole, so it is not
+    said of an adapter that holds less.
+
+    Args:
+        model: the model.
+        saved: the adapter's tensors.
+    """
+    if family_of(saved) or not setting_of(getattr(model, "config", None), "model_type"):
+        return None
+    name = type(model).__name__
+    head = next((head for ending, head in HEAD_OF_CLASS.items() if name.endswith(ending)), None)
+    if head not in TASK_OF_HEAD:
+        return None
+    wholes = HEADS_OF_TASK.get(TASK_OF_HEAD[head])
+    own = {name for name in model.state_dict() if top_module(name) in (wholes or ())}
+    return head if wholes is None or (own and own <= saved.keys()) else None
 
 
 def _check_buffers(model: nn.Module, adapter: Adapter) -> None:

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from adapted_models import CASES
+from adapted_models import CASES, Words
 from adapter_files import peft_folder, refused
 from compare import assert_same_bits
 from safetensors.torch import load_file
@@ -296,6 +296,33 @@ def test_the_config_has_a_task_or_the_models_class(tmp_path):
         again = json.loads((tmp_path / f"{task}_again" / "adapter_config.json").read_text())
         assert again["task_type"] == task
         assert "auto_mapping" not in again
+
+
+@pytest.mark.parametrize(
+    ("ending", "trained", "task"),
+    [
+        ("ForCausalLM", [], "CAUSAL_LM"),
+        ("ForSequenceClassification", ["score"], "SEQ_CLS"),
+        ("ForTokenClassification", ["score"], "TOKEN_CLS"),
+        ("ForSequenceClassification", [], None),
+        ("ForSequenceClassification", ["score.bias"], None),
+        ("ForMaskedLM", ["score"], None),
+        ("Reranker", ["score"], None),
+    ],
+)
+def test_an_adapter_knows_the_head_of_an_upstream_model(tmp_path, ending, trained, task):
+    """PEFT's auto classes open the folder also if it is written later, without the model."""
+    for model_type in (None, "xy"):
+        model = type(f"Xy{ending}", (Words,), {})()
+        model.config = types.SimpleNamespace(model_type=model_type)
+        lora.add_lora(model, "qkv", r=2)
+        for name, parameter in model.score.named_parameters(prefix="score"):
+            parameter.requires_grad_(name.startswith(tuple(trained)))
+        file, folder = tmp_path / f"{model_type}.safetensors", tmp_path / f"{model_type}"
+        lora.save_adapter(model, file)
+        write_adapter(folder, read_adapter(file), "peft")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["task_type"] == (task if model_type else None)
 
 
 def test_an_attentions_tensors_have_pefts_names(tmp_path):
