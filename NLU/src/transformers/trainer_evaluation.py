@@ -232,7 +232,7 @@ class TrainerEvaluation(TrainerLoaders):
         share = self._evaluation_batches(dataset, self._lengths_to_sort_by(dataset))
         loader = self._loader(dataset, share.batch_size, sampler=ExampleSampler(share))
         collator = self.data_collator
-        if isinstance(collator, DataCollatorForLanguageModeling) and collator.generator is None:
+        if isinstance(collator, DataCollatorForLanguageModeling):
             # Losses can be compared only if they have the same targets.
             collator = SameMasks(collator, self.args.seed)
         loader.collate_fn = self._packing(collator)

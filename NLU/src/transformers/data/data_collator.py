@@ -351,13 +351,14 @@ class SameMasks:
     """Makes the batches of one pass over a set, and masks the same tokens in each such pass.
 
     Args:
-        collator: masks tokens. It is copied, and gets a generator at its first batch, as worker
-            processes cannot be given one.
+        collator: masks tokens. It is copied, and the copy gets a generator of its own at its first
+            batch, as worker processes cannot be given one.
         seed: the generator's seed.
     """
 
     def __init__(self, collator: DataCollatorForLanguageModeling, seed: int):
         self.collator, self.seed = copy.copy(collator), seed
+        self.collator.generator = None
 
     def __call__(self, features: list[Any]) -> BatchEncoding:
         """Returns the batch of the collator."""
