@@ -272,6 +272,16 @@ def test_question_answering_has_two_labels_whatever_the_config(family, tmp_path)
     assert torch.equal(again(**arguments).loss, model(**arguments).loss)
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, 0.2), (0.0, 0.0), (0.3, 0.3)])
+def test_robertas_classifiers_may_have_a_dropout_of_their_own(own, expected):
+    """As in the config.json of newer releases of upstream."""
+    settings = {**plain_maker.SHAPE, "hidden_dropout_prob": 0.2, "classifier_dropout": own}
+    config = transformers.RobertaConfig(**settings)
+    of_texts = transformers.RobertaForSequenceClassification(config).classifier.dropout
+    of_tokens = transformers.RobertaForTokenClassification(config).dropout
+    assert (of_texts.p, of_tokens.p) == (expected, expected)
+
+
 @pytest.mark.parametrize("end", ["ForMultipleChoice", "ForCausalLM"])
 def test_a_head_that_a_family_does_not_have_is_refused(end):
     config = build("deberta", "token_classification").config

@@ -20,6 +20,8 @@ class RobertaConfig(EncoderConfig):
         bos_token_id: id of ``<s>`` there.
         eos_token_id: id of ``</s>`` there.
         is_decoder: tokens attend only to themselves and to those before them.
+        classifier_dropout: dropout in the heads that classify texts or tokens, as newer releases of
+            upstream have it; None for `hidden_dropout_prob`.
 
     Raises:
         ValueError: settings that no model can have.
@@ -46,6 +48,7 @@ class RobertaConfig(EncoderConfig):
         bos_token_id: Index = 0,
         eos_token_id: Index = 2,
         is_decoder: bool = False,
+        classifier_dropout: Share | None = None,
         **others: Any,
     ):
         super().__init__(
@@ -67,11 +70,18 @@ class RobertaConfig(EncoderConfig):
             **others,
         )
         self.is_decoder = is_decoder
+        self.classifier_dropout = classifier_dropout
         if self.max_position_embeddings <= pad_token_id + 1:
             raise ValueError(
                 f"max_position_embeddings {self.max_position_embeddings} leaves no position for "
                 f"tokens: the first {pad_token_id + 1}, up to pad_token_id, are reserved"
             )
+
+    @property
+    def head_dropout(self) -> float:
+        """The dropout in the heads that classify texts or tokens."""
+        own = self.classifier_dropout
+        return self.hidden_dropout_prob if own is None else own
 
     @property
     def longest_sequence(self) -> int:

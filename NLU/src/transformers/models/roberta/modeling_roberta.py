@@ -289,7 +289,7 @@ class RobertaClassificationHead(nn.Module):
     def __init__(self, config: RobertaConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.dropout = lora.Dropout(config.head_dropout)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, first: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ class RobertaForTokenClassification(RobertaPreTrainedModel, EncoderForTokenClass
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
         self.roberta = RobertaModel(config, add_pooling_layer=False)
-        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.dropout = lora.Dropout(config.head_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.init_weights()
 
