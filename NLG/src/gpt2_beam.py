@@ -191,7 +191,8 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
         )
     if args.seq_len > model.config.n_positions:
         raise ValueError(
-            f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
+            f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions; give "
+            "at most that"
         )
     # Before merging, because the last bits of merged weights depend on the processor.
     check_same_weights(model, dist_env.world_size)

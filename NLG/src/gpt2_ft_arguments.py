@@ -184,7 +184,10 @@ def check_fits(args: argparse.Namespace, config: GPT2Config) -> None:
         ValueError: a flag does not fit the model.
     """
     if args.seq_len > config.n_positions:
-        raise ValueError(f"--seq_len {args.seq_len}: the model has {config.n_positions} positions")
+        raise ValueError(
+            f"--seq_len {args.seq_len}: the model has {config.n_positions} positions; give at most "
+            "that"
+        )
     if args.lora_dim > 0 and args.init_checkpoint is None:
         raise ValueError("--lora_dim needs a trained base: give it as --init_checkpoint")
     if args.lora_dim == 0 and args.save_lora_only:

@@ -29,9 +29,13 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         ValueError: the length is out of that range.
     """
     longest = config.longest_sequence
-    if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
-        positions = "" if longest is None else f": the model has {longest} positions"
-        raise ValueError(f"--max_seq_length {max_seq_length}{positions}")
+    if max_seq_length < 1:
+        raise ValueError(f"--max_seq_length {max_seq_length}: give at least 1")
+    if longest is not None and max_seq_length > longest:
+        raise ValueError(
+            f"--max_seq_length {max_seq_length}: the model has {longest} positions; give at most "
+            "that"
+        )
 
 
 def choose_length(
