@@ -393,7 +393,7 @@ class GPT2LMModel(nn.Module):
                 the CPU waits for the mask's device.
 
         Returns:
-            Logits, (batch, length, vocabulary), or the loss, a float32 scalar.
+            Logits, (batch, length, vocabulary), or the loss, a scalar in float32 or wider.
 
         Raises:
             ValueError: a row is longer than the model has positions; or the loss is to be recorded
@@ -486,7 +486,7 @@ def head_loss(
         label_smooth: ε.
 
     Returns:
-        A scalar, float32.
+        A scalar, in float32 or wider.
     """
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
@@ -511,15 +511,16 @@ class _HeadLoss(torch.autograd.Function):
         scale = ctx.scale if need_hidden or need_weight else None
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # A sum over all targets needs more range and precision than half precision has.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        total = hidden.new_zeros((), dtype=torch.float32)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        total = hidden.new_zeros((), dtype=wide)
         on_cpu = hidden.device.type == "cpu"
-        # The weight's gradient is computed from the logits' gradient in float32.
-        widest = torch.float32 if need_weight else hidden.dtype
+        # The weight's gradient is computed from the logits' gradient in the wider dtype.
+        widest = wide if need_weight else hidden.dtype
         at_once = _targets_at_once(widest) if on_cpu else _TARGETS_AT_ONCE_ON_GPU
         for part in _parts(len(hidden), at_once):
             logits = product(hidden[part], weight)
-            given = logits, targets[part, None], mask[part, None].float()
+            given = logits, targets[part, None], mask[part, None].to(wide)
             for few in _parts(len(logits), _few_targets(logits)):
                 # What PyTorch 2.11 compiles has no gradients if this writes to its own output.
                 total = total + _cross_entropy(*(x[few] for x in given), label_smooth, scale)
@@ -527,7 +528,7 @@ class _HeadLoss(torch.autograd.Function):
             if need_hidden:
                 grad_hidden[part] = product(logits, weight.t())
             if need_weight:
-                grad_weight.addmm_(logits.float().t(), hidden[part].float())
+                grad_weight.addmm_(logits.to(wide).t(), hidden[part].to(wide))
         ctx.dtype = hidden.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -540,10 +541,11 @@ class _HeadLoss(torch.autograd.Function):
                 "second derivatives cannot be computed through this loss: compute it from the "
                 "model's logits"
             )
-        # In float32, because a GPU would first round the factor to a half-precision tensor's dtype.
+        # In the loss's dtype: a GPU would first round the factor to a half-precision tensor's.
         factor = grad / ctx.scale
         grads = (
-            None if g is None else (g.float() * factor).to(ctx.dtype) for g in ctx.saved_tensors
+            None if g is None else (g.to(grad.dtype) * factor).to(ctx.dtype)
+            for g in ctx.saved_tensors
         )
         return *grads, None, None, None, None
 
@@ -568,15 +570,15 @@ def _cross_entropy(
     Args:
         logits: (k, vocabulary); afterwards their gradient times `scale`.
         targets: (k, 1), token ids.
-        factors: (k, 1), float32, the weight of each token's loss.
+        factors: (k, 1), the weight of each token's loss, in the dtype to compute in.
         label_smooth: ε.
         scale: what the gradient is multiplied by. None if no gradient is wanted; the contents of
             `logits` are then undefined afterwards.
 
     Returns:
-        A scalar, float32.
+        A scalar, in the dtype of `factors`.
     """
-    x = logits.float()
+    x = logits.to(factors.dtype)
     largest, chosen = x.amax(dim=1, keepdim=True), x.gather(1, targets)
     losses = largest - (1 - label_smooth) * chosen
     if label_smooth:

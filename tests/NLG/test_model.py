@@ -236,14 +236,20 @@ def test_masks_of_any_type(build, dtype):
     close(model(ids, labels, mask.to(dtype)).float(), model(ids, labels, mask))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("trained", [0, 1], ids=["hidden states", "weight"])
-def test_head_loss_with_a_single_trained_factor(trained):
+def test_head_loss_with_a_single_trained_factor(trained, dtype):
     torch.manual_seed(0)
-    factors, targets = [torch.randn(5, 3), torch.randn(7, 3)], torch.tensor([0, 6, 2, 2, 1])
-    exact = exact_head_gradients(*factors, targets)
+    factors, targets = (
+        [torch.randn(n, 3, dtype=dtype) for n in (5, 7)],
+        torch.tensor([0, 6, 2, 2, 1]),
+    )
+    exact_loss, *exact = exact_head_loss(*factors, targets)
     factors[trained].requires_grad_()
-    head_loss(*factors, targets, torch.ones(5), 0.0).backward()
-    close_by_size(factors[trained].grad, exact[trained], terms=20)
+    loss = head_loss(*factors, targets, torch.ones(5), 0.0)
+    close_by_size(loss, exact_loss, dtype, terms=20)
+    loss.backward()
+    close_by_size(factors[trained].grad, exact[trained], dtype, terms=20)
     assert factors[1 - trained].grad is None
 
 
@@ -443,10 +449,11 @@ def test_training_everything_in_half(build, device, dtype, tolerance):
         assert (ours.cpu() - gradient).norm() < tolerance * gradient.norm()
 
 
-def exact_head_gradients(hidden, weight, targets):
+def exact_head_loss(hidden, weight, targets):
+    """The loss and its gradients by both, in float64."""
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum").backward()
-    return [x.grad for x in exact]
+    loss = F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
+    return loss, *torch.autograd.grad(loss, exact)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -458,7 +465,7 @@ def test_probabilities_too_small_for_float16_count_together(device):
     hidden = torch.tensor([[0.25, 1.0]], dtype=torch.float16, device=device, requires_grad=True)
     targets = torch.tensor([59_999], device=device)
     head_loss(hidden, weight, targets, torch.ones(1, device=device), 0.0).backward()
-    expected, _ = exact_head_gradients(hidden, weight, targets)
+    _, expected, _ = exact_head_loss(hidden, weight, targets)
     share = torch.softmax(hidden.double() @ weight.double().T, dim=1)[0, :-1]
     assert share.max().half() == 0
     # The target's part of the gradient, -share · 1, and the others', share · 1, cancel.
@@ -483,9 +490,8 @@ def test_the_heads_gradients_of_very_many_targets(monkeypatch, dtype):
     terms = 4000 if dtype is torch.float32 else 1
     logits = hidden.detach().double() @ weight.detach().double().T
     close_by_size(loss, F.cross_entropy(logits, targets, reduction="sum"), dtype, terms)
-    for ours, expected in zip(
-        (hidden.grad, weight.grad), exact_head_gradients(hidden, weight, targets), strict=True
-    ):
+    _, *exact = exact_head_loss(hidden, weight, targets)
+    for ours, expected in zip((hidden.grad, weight.grad), exact, strict=True):
         assert ours.dtype == dtype
         close_by_size(ours, expected, dtype, terms)
 
