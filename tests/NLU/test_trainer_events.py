@@ -23,15 +23,16 @@ EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
 class Events(TrainerCallback):
-    """Records the events in order, and the keyword arguments of the last of each."""
+    """Records the events in order, their epochs, and the keyword arguments of the last of each."""
 
     def __init__(self):
-        self.names, self.given = [], {}
+        self.names, self.epochs, self.given = [], [], {}
 
 
 def _recorder(name):
     def event(self, args, state, control, **given):
         self.names.append(name)
+        self.epochs.append(state.epoch)
         self.given[name] = given
 
     return event
@@ -91,6 +92,8 @@ def test_events_of_a_run(make, settings, events):
     recorded = Events()
     make(callbacks=[recorded], **settings).train()
     assert recorded.names == ["on_init_end", "on_train_begin", *events, *END]
+    assert recorded.epochs[:3] == [None, 0, 0]
+    assert recorded.epochs[1:] == sorted(recorded.epochs[1:])
 
 
 def test_events_of_an_evaluation_and_a_prediction(make):

@@ -485,6 +485,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             check_not_beyond(checkpoint, self.state.global_step, max_steps, NEW_RUN)
             warn_of_length(checkpoint, self.state.max_steps, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
+        self.state.epoch = self.state.epoch or 0.0
         self._resumed_from, self._examples = self.state.global_step, 0
         self._log_beginning(passes, max_steps, checkpoint)
 
@@ -568,7 +569,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.log(dict(metrics))
         self._call("on_train_end")
         metrics.update(self._memory_metrics("train"))
-        metrics["epoch"] = round(self.state.epoch or 0.0, 2)
+        metrics["epoch"] = round(self.state.epoch, 2)
         return TrainOutput(steps, loss, metrics)
 
     def _checkpoint_to_resume(self, given: str | bool | None) -> str | None:

@@ -32,7 +32,7 @@ class TrainerState:
     """How far a run has come. Saved as ``trainer_state.json`` in every checkpoint and at the end.
 
     Args:
-        epoch: epochs so far, as a fraction.
+        epoch: epochs so far, as a fraction; None before the first training.
         global_step: optimizer steps so far.
         max_steps: optimizer steps of the whole run.
         num_train_epochs: epochs of the whole run.
