@@ -668,7 +668,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _train_epoch(self, epoch: int, passes: EpochBatches) -> None:
         args, progress = self.args, self._progress
         # The batches that a run resumed in the middle of an epoch has already seen.
-        skip = 0 if args.ignore_data_skip else progress.batches
+        skip = progress.batches
+        if args.ignore_data_skip and skip != passes.length:  # an epoch that is over stays so
+            skip = 0
         before = self.state.global_step
         # The batches of an epoch. If unknown, the whole run counts as one epoch.
         length = passes.length or self.state.max_steps * args.gradient_accumulation_steps
