@@ -197,6 +197,20 @@ def test_evaluate_can_be_overridden(make, capsys):
     assert "Evaluation" in capsys.readouterr().err
 
 
+def test_log_may_add_to_the_metrics_of_an_evaluation(make):
+    class Logging(Trainer):
+        def log(self, logs):
+            if "eval_loss" in logs:
+                logs["eval_rmse"] = logs["eval_loss"] ** 0.5
+            super().log(logs)
+
+    every = {"evaluation_strategy": "epoch", "save_strategy": "epoch"}
+    trainer = make(Logging, metric_for_best_model="rmse", **every)
+    trainer.train()
+    logged = [each["eval_rmse"] for each in trainer.state.log_history if "eval_rmse" in each]
+    assert trainer.state.best_metric == min(logged)
+
+
 def test_prediction_loop_leaves_out_the_last_batch_with_drop_last(make):
     trainer = make(model=Line(1.0, 2.0), dataloader_drop_last=True)
     whole = trainer.predict(trainer.eval_dataset).predictions.tolist()

@@ -566,7 +566,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
-        self.log(dict(metrics))
+        self.log(metrics)
         self._call("on_train_end")
         metrics.update(self._memory_metrics("train"))
         metrics["epoch"] = round(self.state.epoch, 2)

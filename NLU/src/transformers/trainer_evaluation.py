@@ -78,7 +78,7 @@ class TrainerEvaluation(TrainerLoaders):
         metrics = output.metrics
         if f"{metric_key_prefix}_loss" not in metrics:
             self._warn_of_no_labels()
-        self.log(dict(metrics))
+        self.log(metrics)
         metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_evaluate", metrics)
         self.callback_handler.eval_dataloader = None
