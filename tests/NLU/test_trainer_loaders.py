@@ -267,6 +267,10 @@ class WithNoise(Trainer):
         super().__init__(*args, **{**settings, "data_collator": Noise()})
 
 
+class ShuffledWithNoise(WithNoise, ShuffledByItsOwn):
+    """Both."""
+
+
 class Backwards(Trainer):
     """A Trainer that evaluates from the last example to the first, in batches of two."""
 
@@ -362,6 +366,11 @@ RESUMED = {
     "own loader's generator": {"kind": ShuffledByItsOwn, "train_dataset": lambda _: make_points(8)},
     "own sampler's generator": {"kind": SampledByItsOwn, "train_dataset": lambda _: make_points(8)},
     "own collator's generator": {"kind": WithNoise},
+    "collator's generator, drawn from in evaluations": {
+        "kind": ShuffledWithNoise,
+        "evaluation_strategy": "steps",
+        "eval_steps": 1,
+    },
     "own loader, accumulated": {"kind": Shuffled, "gradient_accumulation_steps": 2},
     "several outputs": {"twice": True},
 }
@@ -382,9 +391,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, case, step):
             save_strategy="steps",
             save_steps=1,
             logging_steps=1,
-            evaluation_strategy="epoch",
             compute_metrics=lambda p: {"first": float(p.predictions[0].sum())},
-            **settings,
+            **{"evaluation_strategy": "epoch", **settings},
         )
 
     whole = make("whole")

@@ -248,7 +248,10 @@ class EpochBatches:
         if skip > 0:
             for _ in itertools.islice(batches, skip):
                 pass
-            set_rng_state(now, self.device)  # the loader's own have come to where they were
+            # An older checkpoint lacks the loader's own, which have come to where they were, unless
+            # an evaluation drew from them, too.
+            own = self._generators if "others" in begun else ()
+            set_rng_state(now, self.device, own)
         return batches, begun
 
     def check_one_update(self, batches: int) -> None:
