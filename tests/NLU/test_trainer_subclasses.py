@@ -80,11 +80,11 @@ class Stepping(Trainer):
         loss = self.compute_loss(model, inputs)
         if self.args.n_gpu > 1:
             loss = loss.mean()
-        if self.args.gradient_accumulation_steps > 1:
+        if self.args.gradient_accumulation_steps > 1 and not self.deepspeed:
             loss = loss / self.args.gradient_accumulation_steps
         if self.use_amp:
             self.scaler.scale(loss).backward()
-        elif not self.use_apex:
+        elif not (self.use_apex or self.deepspeed):
             loss.backward()
         return loss.detach()
 

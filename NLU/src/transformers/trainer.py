@@ -295,7 +295,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
 
     _smoothing = 0.0  # the setting that `label_smoother` follows
     _graphs: GraphedStep | None = None  # while the model is trained with CUDA graphs
-    use_apex = False  # training steps written for transformers 4.4.2 read it
+    use_apex, deepspeed = False, None  # training steps written for transformers 4.4.2 read them
 
     @property
     def use_amp(self) -> bool:
