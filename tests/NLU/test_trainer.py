@@ -331,7 +331,7 @@ def test_leftover_batches_of_an_epoch_are_accumulated_into_the_next_update(
     assert largest_difference(trained(model), trained(expected)) < allowed
 
 
-@pytest.mark.parametrize("limit", [0.01, 0])
+@pytest.mark.parametrize("limit", [0.01, 0, None])
 def test_gradients_are_clipped_to_max_grad_norm(make_trainer, make_model, limit):
     model = make_model()
     before = trained(model)

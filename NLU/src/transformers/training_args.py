@@ -72,6 +72,7 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "logging_dir": lambda args: default_logdir(),
     "disable_tqdm": lambda args: not is_terminal(sys.stderr),
     "run_name": lambda args: args.output_dir,
+    "max_grad_norm": lambda args: 0.0,  # in Python, None does not clip either
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
     "greater_is_better": lambda args: (
         args.eval_metric_name and not is_less_better(args.eval_metric_name)
