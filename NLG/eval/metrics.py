@@ -248,7 +248,13 @@ def rouge_l(references: References, predictions: list[str]) -> float:
 
 
 def cider(references: References, predictions: list[str]) -> float:
-    """Computes CIDEr as in MS-COCO's evaluation, 0 to 10, from the result of `ptb_tokens`."""
+    """Computes CIDEr as in MS-COCO's evaluation, 0 to 10, from the result of `ptb_tokens`.
+
+    Raises:
+        ValueError: the references hold no words, so that none has a weight.
+    """
+    if not any(map(any, references)):
+        raise ValueError("CIDEr: the references hold no words, only punctuation, which is dropped")
     from pycocoevalcap.cider.cider import Cider
 
     return float(Cider().compute_score(*_by_row(references, predictions))[0])

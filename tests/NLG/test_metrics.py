@@ -174,6 +174,11 @@ def test_nist_of_references_without_words():
     assert metrics.nist([["<skipped>", "a b"]], ["a b"]) > 0
 
 
+def test_cider_of_references_without_words():
+    with pytest.raises(ValueError, match="the references hold no words"):
+        metrics.cider([["", ""], [""]], ["a b", ""])
+
+
 @pytest.mark.parametrize(
     ("references", "prediction", "expected"),
     [
