@@ -14,7 +14,7 @@ from torch import Tensor
 from config_json import check_settings_beside
 from family import GPT2
 from lora_flags import FLAGS, check_patterns, patterns_of, set_lora, targets_of_adapter, trains
-from loralib.adapters.adapter import Adapter
+from loralib.adapters.adapter import Adapter, lora_modules
 from loralib.adapters.checks import check_base, check_family, warn_of_base
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
@@ -166,7 +166,7 @@ def open_model(
     set_lora(args, file, lora_path or args.init_checkpoint)
     if adapter is not None and adapter.lora.base_fingerprint is None:
         warn_of_base(lora_path, args.init_checkpoint)
-    has_layers = adapter is None or _has_layers(adapter)
+    has_layers = adapter is None or _has_layers(adapter, args.model_card)
     config = _config(args, file.metadata, lora_dropout, args.lora_dim if has_layers else 0)
     if args.init_checkpoint is None:
         model = GPT2LMModel(config)
@@ -202,13 +202,18 @@ def _config(
     )
 
 
-def _has_layers(adapter: Adapter) -> bool:
+def _has_layers(adapter: Adapter, card: str) -> bool:
     """Returns whether the model here can have the LoRA layers that an adapter was trained in.
 
     If not, the adapter is merged into the base. An example is PEFT's usual adapter for GPT-2, which
     has one A and B for all of c_attn.
     """
-    return adapter.lora.bias == "none" and targets_of_adapter(adapter) is not None
+    targets = targets_of_adapter(adapter)
+    if targets is None or adapter.lora.bias != "none":
+        return False
+    # A PEFT folder says that it adapts some blocks only. Another file that lacks blocks is damaged.
+    in_all_blocks = config_of(card, lora_attn_dim=1, lora_targets=targets).lora_modules
+    return not adapter.peft_config or lora_modules(adapter.tensors) == set(in_all_blocks)
 
 
 def _check_not_lora_alone(base: Base, trains: bool) -> None:

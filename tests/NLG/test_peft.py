@@ -123,6 +123,22 @@ def test_merging_gives_pefts_logits(folder, case):
     close(logits_of(merged_with(read_adapter(folder(case)))), PEFT.logits(case))
 
 
+def test_an_adapter_of_some_blocks_is_merged(folder, opened):
+    """If a PEFT folder's settings say so; else its file is damaged."""
+    path = folder("gpt2_attention_output")
+    first = {name: t for name, t in load_copied(path / WEIGHTS).items() if ".h.0." in name}
+    save_file(first, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"lacks the update of transformer\.h\.1\.attn"):
+        opened(path)
+    config = json.loads((path / CONFIG_NAME).read_text())
+    (path / CONFIG_NAME).write_text(json.dumps(config | {"layers_to_transform": [0]}))
+    model = opened(path)
+    assert not lora_layers(model)
+    expected = merged_with(read_adapter(path))
+    assert_equal(model.state_dict(), expected.state_dict())
+    assert (logits_of(model) - logits_of(plain_model())).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_differ_from_the_bases_and_with_another_alpha(folder, opened, case):
     """So the tests above would fail if an adapter were ignored or scaled wrongly."""
