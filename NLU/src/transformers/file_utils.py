@@ -36,7 +36,7 @@ def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, not UTF-8, or a number of too many digits
+    except (ValueError, RecursionError) as error:  # also of a number with too many digits
         raise OSError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
         raise OSError(f"{path}: contains a {type(values).__name__}, not a JSON object")

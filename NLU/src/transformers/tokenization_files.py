@@ -5,7 +5,8 @@ import inspect
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from tokenizers import AddedToken
 
 from loralib.io.atomic import atomic_write_text
 from loralib.io.hub import resolve_file
+from loralib.text import as_json, first_line
 
 from .file_utils import read_json_object
 from .loading_arguments import WHERE, refuse_unknown, split_arguments
@@ -112,11 +114,26 @@ class TokenizerFiles(ABC):
 
         Raises:
             OSError: there is no such model, it has no vocabulary, or a file is damaged.
-            ValueError: an argument asks for something that is not supported.
+            ValueError: an argument asks for something that is not supported, or the files hold
+                what no tokenizer can have.
         """
         name = os.fspath(name_or_path)
         where, overrides = split_arguments(arguments)
         overrides = {key: value for key, value in overrides.items() if key not in _HOW_TO_OPEN}
+        with _naming(name):
+            files = {**cls._settings(name, where), **cls._vocabulary(name, overrides, where)}
+        try:
+            tokenizer = cls(**{**files, **overrides})
+        except (OverflowError, TypeError, ValueError):
+            with _naming(name):
+                cls(**files)
+            raise  # the files are sound: the fault is in the overrides
+        tokenizer.name_or_path = name
+        return tokenizer
+
+    @classmethod
+    def _settings(cls, name: str, where: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the constructor's arguments that the files next to the vocabulary hold."""
         config = _read_json(resolve_file(name, TOKENIZER_CONFIG_FILE, **where))
         # Since Transformers 4.34, the configuration holds all added tokens. Before, two files of
         # their own did.
@@ -129,24 +146,19 @@ class TokenizerFiles(ABC):
         settings = {key: _as_token(config[key]) for key in cls.config_names if key in config}
         if name in cls.max_model_input_sizes and "model_max_length" not in settings:
             settings["model_max_length"] = cls.max_model_input_sizes[name]
-        tokenizer = cls(
-            **{
-                **cls._vocabulary(name, overrides, where),
-                "added_tokens": {index: _as_token(token) for index, token in added.items()},
-                **settings,
-                **overrides,
-            }
-        )
-        tokenizer.name_or_path = name
-        return tokenizer
+        return {
+            "added_tokens": {index: _as_token(token) for index, token in added.items()},
+            **settings,
+        }
 
     @classmethod
     def _vocabulary(
         cls, name: str, overrides: Mapping[str, Any], where: Mapping[str, Any]
     ) -> dict[str, str]:
-        """Returns constructor argument -> vocabulary file; {} if `overrides` names the files."""
-        if any(files.keys() <= overrides.keys() for files in cls.vocab_files):
-            return {}
+        """Returns constructor argument -> vocabulary file; `overrides` may name the files."""
+        for files in cls.vocab_files:
+            if files.keys() <= overrides.keys():
+                return {argument: overrides[argument] for argument in files}
         for files in cls.vocab_files:
             paths = {}
             for argument, filename in files.items():
@@ -235,6 +247,16 @@ def write_json(path: Path, content: Any, **format: Any) -> None:
     atomic_write_text(path, json.dumps(content, ensure_ascii=False, **format) + "\n")
 
 
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Makes errors that the values in a tokenizer's files cause name the model."""
+    try:
+        yield
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        why = f"its tokenizer's files are damaged or of different models: {first_line(error)}"
+        raise ValueError(f"'{name}': {why}") from error
+
+
 def _read_json(path: Path | None) -> dict[str, Any]:
     """Reads the settings in a JSON file; {} if there is no file."""
     return {} if path is None else read_json_object(path)
@@ -246,6 +268,8 @@ def _as_token(value: Any) -> Any:
         return [_as_token(each) for each in value]
     if not isinstance(value, dict):
         return value
+    if not isinstance(value.get("content"), str):
+        raise ValueError(f"a token's 'content' must be a text: {as_json(value)}")
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     # A token with flags is a special one unless the files say otherwise.
     return AddedToken(

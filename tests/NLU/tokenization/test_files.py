@@ -203,10 +203,37 @@ def test_damaged_files_are_named(tokenizer, folder, name):
     assert "\n" not in str(error.value)
 
 
-def test_a_configuration_that_is_not_a_dict_is_an_error(folder):
-    write(folder / "tokenizer_config.json", [1])
-    with pytest.raises(OSError, match=r"tokenizer_config.json: contains a list"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[1]", "contains a list"), ("[" * 9000, "not a JSON file")],
+    ids=["list", "deep"],
+)
+def test_a_configuration_that_is_not_a_dict_is_an_error(folder, content, message):
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(OSError, match=f"tokenizer_config.json: {message}"):
         RobertaTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("added_tokens.json", {"<a>": []}),
+        ("added_tokens.json", {"<a>": "5", "<b>": 5}),
+        ("special_tokens_map.json", {"mask_token": {"lstrip": True}}),
+        ("special_tokens_map.json", {"sep_token": 3}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 3}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": "<a>"}}),
+        ("tokenizer_config.json", {"model_max_length": float("inf")}),
+        ("tokenizer_config.json", {"padding_side": "top"}),
+    ],
+)
+def test_wrong_values_in_files_are_errors_that_name_the_model(folder, name, content):
+    write(folder / name, content)
+    for override in ({}, {"truncation_side": "left"}):
+        message = rf"^'{folder}': its tokenizer's files are damaged .+$"
+        with pytest.raises(ValueError, match=message) as error:
+            RobertaTokenizerFast.from_pretrained(folder, **override)
+        assert "\n" not in str(error.value)
 
 
 def test_another_model_s_tokenizer_json_is_an_error(tmp_path):
@@ -217,8 +244,11 @@ def test_another_model_s_tokenizer_json_is_an_error(tmp_path):
 
 
 def test_bad_settings_are_errors(tiny):
-    with pytest.raises(ValueError, match="padding_side is 'right' or 'left', not 'top'"):
+    with pytest.raises(ValueError, match=r"^padding_side is 'right' or 'left', not 'top'"):
         RobertaTokenizerFast.from_pretrained(tiny, padding_side="top")
+    files = {"vocab_file": tiny / "vocab.json", "merges_file": tiny / "merges.txt"}
+    with pytest.raises(ValueError, match=r"^padding_side is"):
+        RobertaTokenizerFast.from_pretrained(tiny, **files, padding_side="top")
     with pytest.raises(ValueError, match="RoBERTa needs tokenizer"):
         RobertaTokenizerFast()
 
