@@ -89,6 +89,10 @@ CALLS = {
             "padding_beyond/config.json: pad_token_id must be below vocab_size, 269, not 9999",
         ),
         (
+            "{rte} --model_name_or_path {bad}/id_beyond",
+            "the tokenizer has ids up to 9999, the model has 269 tokens: they do not belong",
+        ),
+        (
             "{rte} --model_name_or_path {bad}/no_positions",
             "no_positions/config.json: max_position_embeddings 2 leaves no position for "
             "tokens: the first 2, up to pad_token_id, are reserved",

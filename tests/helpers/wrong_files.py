@@ -187,6 +187,10 @@ def write_bad(folder: Path, good: Path) -> Path:
         shutil.copytree(good / "base", folder / name)
         values = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps({**values, **settings}))
+    shutil.copytree(good / "base", folder / "id_beyond")
+    (folder / "id_beyond" / "tokenizer.json").unlink()
+    vocabulary = json.loads((good / "base" / "vocab.json").read_text())
+    (folder / "id_beyond" / "vocab.json").write_text(json.dumps({**vocabulary, "Ġr": 9999}))
     for name, settings in GPT2_CONFIGS.items():
         (folder / name).mkdir()
         values = {**GPT2, "n_positions": 30, **settings}

@@ -141,9 +141,10 @@ def load_tokenizer(
         # Otherwise, each word would be tokenized as the first word of a text.
         settings["add_prefix_space"] = True
         tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
-    if len(tokenizer) > config.vocab_size:
+    last = max(tokenizer.get_vocab().values())
+    if last >= config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
+            f"the tokenizer has ids up to {last}, the model has {config.vocab_size} tokens: "
             "they do not belong together"
         )
     return tokenizer
