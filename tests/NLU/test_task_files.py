@@ -523,6 +523,11 @@ def test_empty_questions_and_contexts_are_counted(tmp_path, caplog):
             {"data": [{"paragraphs": [{"qas": [{"id": "1"}]}]}]},
             "article 1 does not have SQuAD's structure",
         ),
+        (
+            {"data": [{"paragraphs": [{"qas": ["Who ran?"]}]}]},
+            "article 1 does not have SQuAD's structure",
+        ),
+        ({"data": [{"id": 2**64}]}, "cannot be read"),
     ],
 )
 def test_errors_in_squad_s_structure_are_named(tmp_path, whole, message):

@@ -75,7 +75,7 @@ def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
-    except (ValueError, TypeError) as error:  # pyarrow's errors are among them
+    except (OverflowError, TypeError, ValueError) as error:  # pyarrow's errors are among them
         raise ValueError(f"{path}: cannot be read ({error})") from error
 
 
@@ -98,7 +98,7 @@ def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
         try:
             for paragraph in article["paragraphs"]:
                 yield from (_row(paragraph, question) for question in paragraph["qas"])
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}: article {number} does not have SQuAD's structure: {error}"
             ) from error
