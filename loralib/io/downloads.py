@@ -24,7 +24,8 @@ ATTEMPTS = 5
 FIRST_WAIT = 1.0  # seconds before the second attempt; doubled before each further one
 TIMEOUT = 30.0  # seconds without a byte
 CHUNK = 1 << 16  # bytes
-NETWORK_ERRORS = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException)
+# Of an answer that makes no sense, such as a length that is no number, a ValueError.
+NETWORK_ERRORS = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException, ValueError)
 
 
 def download(url: str, target: Path, way_out: str, size: int | None = None) -> None:
@@ -60,7 +61,7 @@ def download(url: str, target: Path, way_out: str, size: int | None = None) -> N
     _etag_file(part).unlink(missing_ok=True)
     try:
         _check_content(part, target.suffix, size)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         part.unlink()
         raise OSError(f"{url}: {error}; {way_out}") from error
     sync_file(part)
@@ -78,19 +79,22 @@ def _fetch_rest(url: str, part: Path) -> None:
     headers = {"Range": f"bytes={start}-", "If-Range": etag} if start else {}
     try:
         with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
-            _append(response, part, start)
+            _append(response, part, start, etag)
     except HTTPError as error:
         if error.code == 416:  # the file is not longer than `part`, so start over
             part.unlink(missing_ok=True)
         raise
 
 
-def _append(response: HTTPResponse, part: Path, start: int) -> None:
+def _append(response: HTTPResponse, part: Path, start: int, etag: str) -> None:
     if response.status == 206:
-        sent = response.headers.get("Content-Range", "")
-        if not sent.startswith(f"bytes {start}-"):
-            _etag_file(part).unlink()  # the next attempt starts over
-            raise ConnectionError(f"asked for the bytes from {start:,} on, but was sent {sent!r}")
+        sent, found = response.headers.get("Content-Range", ""), _identity(response) or etag
+        if not sent.startswith(f"bytes {start}-") or found != etag:
+            _etag_file(part).unlink(missing_ok=True)  # the next attempt starts over
+            raise ConnectionError(
+                f"asked for the bytes from {start:,} on of {etag!r}, but was sent {sent!r} of "
+                f"{found!r}"
+            )
     else:
         start = 0
     length = response.headers.get("Content-Length")

@@ -14,6 +14,7 @@ class FileServer:
         etags, dates: {path: ETag}, {path: date of change}; a file without one is sent without.
         unannounced: paths of files that are sent without their length.
         ranges: whether Range is obeyed.
+        conditions: whether If-Range is obeyed; if not, a part of a changed file is sent.
         shifts: {path: how many bytes later than asked for the next partial answer starts}.
         log: (path, Range header, If-Range header) of each request.
     """
@@ -22,7 +23,7 @@ class FileServer:
         self.files, self.cuts, self.errors, self.etags, self.dates = {}, {}, {}, {}, {}
         self.unannounced = set()
         self.shifts = {}
-        self.ranges = True
+        self.ranges = self.conditions = True
         self.log = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._http.told = self
@@ -53,7 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(status)
         content, start = told.files[self.path], 0
         known = told.etags.get(self.path), told.dates.get(self.path)
-        if wanted and told.ranges and if_range in known and not (if_range or "").startswith("W/"):
+        is_same = if_range in known and not (if_range or "").startswith("W/")
+        if wanted and told.ranges and (is_same or not told.conditions):
             start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
             start += told.shifts.pop(self.path, 0)
             if start >= len(content):

@@ -56,7 +56,7 @@ def test_other_bytes_than_those_asked_for_are_not_used(server, tmp_path):
     assert [sent for _, sent, _ in server.log] == [None, "bytes=1000-", None]
 
 
-@pytest.mark.parametrize("change", ["nothing", "content", "no_ranges", "no_etag"])
+@pytest.mark.parametrize("change", ["nothing", "content", "mixed", "no_ranges", "no_etag"])
 def test_next_call_continues_or_starts_over(server, tmp_path, change):
     target = tmp_path / "file.zip"
     if change == "no_etag":
@@ -67,7 +67,8 @@ def test_next_call_continues_or_starts_over(server, tmp_path, change):
     with pytest.raises(ConnectionError, match=f"{PATH}: the connection closed.*; {WAY_OUT}$"):
         download(server.url + PATH, target, WAY_OUT)
     assert names(tmp_path) == ["file.zip.part", "file.zip.part.etag"]
-    if change == "content":
+    server.conditions = change != "mixed"
+    if change in ("content", "mixed"):
         server.files[PATH], server.etags[PATH] = CONTENT[::-1], '"two"'
     download(server.url + PATH, target, WAY_OUT)
     assert target.read_bytes() == server.files[PATH]
@@ -100,20 +101,25 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(server, tmp_path, monkeypatc
     assert synced == [(tmp_path / "file.zip.part", False), (tmp_path, True)]
 
 
-def test_a_server_that_does_not_answer(tmp_path, monkeypatch, caplog):
-    """It is waited for longer before each attempt."""
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(TimeoutError(), "TimeoutError"), (ValueError("Invalid IPv6 URL"), "Invalid IPv6 URL")],
+)
+def test_a_server_that_does_not_answer_or_wrongly(tmp_path, monkeypatch, caplog, error, reason):
+    """It is waited for longer before each attempt. urllib raises a ValueError for a redirection to
+    something that is no address."""
     waited = []
 
     def silent(request, timeout):
         assert timeout == downloads.TIMEOUT
-        raise TimeoutError
+        raise error
 
     monkeypatch.setattr(downloads, "urlopen", silent)
     monkeypatch.setattr(downloads.time, "sleep", waited.append)
-    with pytest.raises(ConnectionError, match=f"^http://a/b: TimeoutError; {WAY_OUT}$"):
+    with pytest.raises(ConnectionError, match=f"^http://a/b: {reason}; {WAY_OUT}$"):
         download("http://a/b", tmp_path / "b", WAY_OUT)
     assert waited == [1, 2, 4, 8]
-    assert caplog.messages[-1] == "http://a/b: TimeoutError; trying again in 8 s"
+    assert caplog.messages[-1] == f"http://a/b: {reason}; trying again in 8 s"
 
 
 def test_what_has_arrived_is_kept_if_the_server_fails_later(server, tmp_path):
@@ -147,13 +153,15 @@ def test_no_server(file_server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "message"),
+    ("name", "content", "size", "message"),
     [
-        ("file.zip", len(CONTENT) + 1, "got 4,096 bytes, not 4,097"),
-        ("file.json", None, "can't decode|Expecting value"),
+        ("file.zip", CONTENT, len(CONTENT) + 1, "got 4,096 bytes, not 4,097"),
+        ("file.json", CONTENT, None, "can't decode|Expecting value"),
+        ("file.json", b"[" * 9000, None, "recursion"),
     ],
 )
-def test_wrong_content_is_not_kept(server, tmp_path, name, size, message):
+def test_wrong_content_is_not_kept(server, tmp_path, name, content, size, message):
+    server.files[PATH] = content
     with pytest.raises(OSError, match=f"{PATH}: .*({message}).*; {WAY_OUT}$"):
         download(server.url + PATH, tmp_path / name, WAY_OUT, size)
     assert len(server.log) == 1
