@@ -342,6 +342,11 @@ def _as_os_error(hub: ModuleType, error: Exception, wanted: _Wanted) -> OSError:
             return _not_cached(hub, error, wanted)
         case hub.errors.EntryNotFoundError():
             return AbsentFileError(f"'{name}' has no {wanted.filename} on the hub")
+        case hub.errors.HfHubHTTPError(response=answer) if answer.status_code == 401:
+            return OSError(
+                f"'{name}' cannot be fetched: the hub does not accept the access token, which may "
+                "have expired: log in with `hf auth login`, or correct or unset HF_TOKEN"
+            )
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(place)):
             # It takes precedence over HF_HOME, and clusters set it.
             own = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"

@@ -14,7 +14,7 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from hub_process import run_on_hub
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 from launches import fork_server
 
 import loralib.io.hub as hub_files
@@ -521,7 +521,12 @@ class ProtocolError(Exception):
     """Stands for the errors of the hub library's HTTP client, which differ between versions."""
 
 
-GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(headers={}, request=None))
+ANSWER = {"headers": {}, "request": None}
+GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(**ANSWER))
+EXPIRED, REFUSED = (
+    HfHubHTTPError("Client Error\nbad", response=SimpleNamespace(**ANSWER, status_code=status))
+    for status in (401, 403)
+)
 
 
 @pytest.mark.parametrize(
@@ -545,6 +550,8 @@ GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(header
         ),
         (ProtocolError(), "'org/tiny' cannot be fetched from the hub: ProtocolError"),
         (GATED, "'org/tiny' needs access rights: log in with `hf auth login`"),
+        (EXPIRED, "'org/tiny' cannot be fetched: the hub does not accept the access token, which"),
+        (REFUSED, "'org/tiny' cannot be fetched from the hub: Client Error"),
     ],
 )
 def test_a_failed_download_is_an_error_of_one_line(monkeypatch, error, message):
