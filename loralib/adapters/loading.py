@@ -39,7 +39,7 @@ from .deltas import has_slices, slices_in
 from .families import backbone_prefixes, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter_for
-from .merging import untied_by
+from .merging import named_tensors, untied_by
 from .metadata import LoraMetadata
 from .model_settings import lora_settings, setting_of, takes_dropout
 from .names import more_layers
@@ -474,13 +474,15 @@ def _add_layers(
 @torch.no_grad()
 def _copy(model: nn.Module, adapter: Adapter) -> None:
     """Copies all tensors of an adapter into a model that has their names and shapes."""
-    state = model.state_dict(keep_vars=True)
+    # The model's own tensors, as those in a state dict may be copies.
+    tensors = model.state_dict(keep_vars=True) | named_tensors(model)
     untied = untied_by(model, adapter)
     for name, tensor in adapter.tensors.items():
-        own, (owner, _, last) = state[name], name.rpartition(".")
-        if last == _EXTRA_STATE:  # the tensor in the state dict may be a copy
+        owner, _, last = name.rpartition(".")
+        if last == _EXTRA_STATE:
             model.get_submodule(owner).set_extra_state(tensor.clone())
             continue
+        own = tensors[name]
         if name in untied:
             logger.warning(
                 "%s: %s no longer shares its weight with %s",

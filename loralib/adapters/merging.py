@@ -44,7 +44,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
         if reason := unknown_layout(adapted.module, adapted.weight):
             raise CheckpointError(f"{adapter.source}: {name} is {reason}")
-    others, base = adapter.besides, _named_tensors(model)
+    others, base = adapter.besides, named_tensors(model)
     check_there(tensors_of(model, others), "an adapter is merged")
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
@@ -107,7 +107,7 @@ def _shared_by(model: nn.Module, besides: Mapping[str, Tensor]) -> dict[str, tup
 
     Names within the tensor's own module are left out, unless the adapter has them as well.
     """
-    base, first = _named_tensors(model), first_names(model)
+    base, first = named_tensors(model), first_names(model)
     shared = dict[str, tuple[str, ...]]()
     for name in (name for name in besides if isinstance(base.get(name), nn.Parameter)):
         # By the first name of each module: a module that is used twice shares nothing with itself.
@@ -136,7 +136,7 @@ def _in_module(name: str, first: Mapping[str, str]) -> str:
     return f"{first.get(owner, owner)}.{last}"
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by all of their names. Tied ones have several."""
     named = (model.named_parameters, model.named_buffers)
     return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}

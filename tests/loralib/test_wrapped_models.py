@@ -103,9 +103,16 @@ class _FabricModule(Hiding):
     """Lightning Fabric's is known by its name."""
 
 
+class Copying(Net):
+    """Whose state dict holds copies, as one that is moved to another device does."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: t.clone() for name, t in super().state_dict(*args, **kwargs).items()}
+
+
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
-def test_a_state_dict_of_other_names_loses_nothing(tmp_path, name):
-    base, x = Net().eval(), torch.randn(2, 6)
+def test_a_state_dict_of_other_names_or_of_copies_loses_nothing(tmp_path, name):
+    base, x = Copying().eval(), torch.randn(2, 6)
     model = drawn(base, ["a"], modules_to_train=["b"])
     nn.init.normal_(model.b.weight)
     message = "of Hiding has other names than its modules: it lacks _original_module.a.lora_A"
