@@ -96,7 +96,7 @@ def _without_tied(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         is_tied = tied is None or (kept in tensors and same_tensor(tied, tensors[kept]))
         if is_tied:
             tensors.pop(name, None)
-        elif not family.may_untie:
+        elif not (family.may_untie and in_known_backbone(kept)):
             raise CheckpointError(
                 f"{source}: holds {name} as a separate head weight, but in {family.title} it is "
                 f"tied to {kept}"

@@ -79,7 +79,7 @@ class Family:
             `loralib.positions`.
         tied: names of tensors that are tied to another one, so that files need not hold them -> the
             other tensor's name.
-        may_untie: whether some models have separate tensors in place of tied ones.
+        may_untie: whether some models have separate tensors in place of those tied to the backbone.
         old_names: regular expressions for names in earlier files -> their replacements.
         wrapped_in_release: whether the release's scripts saved such models from a DDP wrapper and
             inside a larger dict: names begin with ``module.``, under ``model_state_dict``.

@@ -343,7 +343,7 @@ def test_an_untied_vocabulary_belongs_to_the_adapter(tie, tmp_path):
 
 
 def test_a_folder_of_peft_may_hold_all_biases_of_a_language_model(tmp_path):
-    """One of them has two names, of which reading keeps one."""
+    """One of them has two names, of which reading keeps one; here the two are one tensor."""
     settings = {**LORA, "tie_word_embeddings": False}  # else PEFT would save the vocabulary as well
     trained = adapted("roberta", "causal_lm", **settings)
     write_adapter(tmp_path / "a", trained.adapter(), "peft")
@@ -360,6 +360,10 @@ def test_a_folder_of_peft_may_hold_all_biases_of_a_language_model(tmp_path):
     model = with_other_weights(adapted("roberta", "causal_lm", **settings))
     lora.load_adapter(model, tmp_path / "a")
     assert_same_bits(model.state_dict(), trained.state_dict())
+    tensors["base_model.model.lm_head.decoder.bias"] += 1  # as training unties them in PEFT
+    save_file(tensors, weights)
+    with pytest.raises(CheckpointError, match=r"lm_head.decoder.bias .* is tied to lm_head.bias"):
+        lora.load_adapter(model, tmp_path / "a")
 
 
 def test_a_vocabulary_that_an_adapter_has_untied_stays_its_own(tmp_path, caplog):
