@@ -302,7 +302,7 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
         freeze_base(model)
     _copy(model, adapter)
     warn_of_reads(model, added, are_loaded=True)
-    return tuple(name for name in lora_layers(model) if name in weights)
+    return tuple(lora_layers(model))
 
 
 def _check_trained_with(model: nn.Module, adapter: Adapter) -> None:
