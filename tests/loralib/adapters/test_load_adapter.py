@@ -182,7 +182,7 @@ def test_words_that_were_added_to_the_base_anew_make_it_another_base(tmp_path):
     refused(extended(seed=1), tmp_path / "a.safetensors", way_out, kind=WrongBaseError)
 
 
-def test_the_models_head_is_replaced_by_the_adapters(saved):
+def test_the_models_head_is_replaced_by_the_adapters_and_can_be_trained_further(saved):
     """So it may differ from that of the base."""
     model, path = WORDS.build(), saved()
     nn.init.ones_(model.score.weight)
@@ -190,6 +190,7 @@ def test_the_models_head_is_replaced_by_the_adapters(saved):
     lora.load_adapter(model, path)
     trained = WORDS.adapted()
     assert_same_bits(model.state_dict(), trained.state_dict())
+    assert model.score.weight.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -15,6 +15,7 @@ from loralib.adapters.formats import read_adapter
 from loralib.adapters.merging import merge_into
 from loralib.adapters.peft import is_targeted
 from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.trained import is_untied
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -286,6 +287,7 @@ def test_a_tied_weight_is_untied_if_peft_has_trained_it_in_one_module(
     if way == "load":
         lora.load_adapter(loaded, tmp_path / "a")
         assert "no longer shares its weight with" in caplog.text
+        assert all(is_untied(loaded.get_submodule(name)) for name in brought)  # for merging
     else:
         merge_into(loaded, read_adapter(tmp_path / "a"))
     for name in ("last", "words"):
