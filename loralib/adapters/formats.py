@@ -18,7 +18,6 @@ which are the release's. Writing is atomic, and torch files are read weights-onl
 compared if a file has them, as torch's archives and our own safetensors do.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -168,7 +167,7 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
             raise ModelAsAdapterError(source)
         hint = f"; if you mean {listed(others)}, give that file" if others else ""
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
-    if foreign and theirs and not os.path.isdir(source):
+    if foreign and theirs:
         _fetch_first(source, foreign.others, where)
     return (own or theirs)[0]
 
@@ -187,18 +186,10 @@ def _is_model_without_lora(folder: str) -> bool:
         return False
     paths = [Path(folder, name) for name in os.listdir(folder) if _MODEL_FILE.fullmatch(name)]
     try:
-        names = {name for path in paths for name in _names_in(path)}
+        names = {name for path in paths for name in read_tensors(path)[0]}
     except CheckpointError:
         return False
     return bool(names) and not any(LORA.part in name for name in names)
-
-
-def _names_in(path: Path) -> Iterable[str]:
-    """Returns the names of a file's tensors. For one shard of a model, those of all its shards."""
-    index = index_of(path)
-    if index is not None:
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return read_tensors(path)[0]
 
 
 def _seems_to_be(kind: Kind, path: Path) -> bool:
