@@ -396,13 +396,15 @@ def saved_modules(adapter: Adapter, model: nn.Module | None = None) -> set[str]:
     as_one |= HEADS_OF_TASK.get(_task_of(adapter) or "", set())
     if _brings_all_of(getattr(model, _CLASSIFIER, None), _CLASSIFIER, adapter):
         as_one.add(_CLASSIFIER)
-    return {
+    owners = {
         next(
             (module for module in as_one if name.startswith(f"{module}.")),
             owner_of(name).partition(".parametrizations.")[0],
         )
         for name in _tensors_of_saved_modules(adapter)
     }
+    # PEFT saves a module with all that is in it, and cannot save the latter twice.
+    return {each for each in owners if not any(each.startswith(f"{one}.") for one in owners)}
 
 
 def _brings_all_of(module: object, name: str, adapter: Adapter) -> bool:

@@ -43,7 +43,7 @@ def saving_warnings(model: nn.Module, adapter: Adapter, format: str) -> Iterator
         _without_effect,
         _of_several_dropouts,
         _of_frozen_and_trained_A,
-        *((_taken_for_experts, _refused_by_peft, _taken_for_saved) if format == "peft" else ()),
+        *((_taken_for_experts, _refused_by_peft, _not_whole_for_peft) if format == "peft" else ()),
     ):
         warning = warning_of(model, adapter)
         if warning is not None:
@@ -267,26 +267,25 @@ def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
     )
 
 
-def _taken_for_saved(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if PEFT looks in the folder for modules that the adapter does not hold.
+def _not_whole_for_peft(model: nn.Module, adapter: Adapter) -> str | None:
+    """Returns a warning if PEFT looks in the folder for tensors that the adapter does not hold.
 
-    PEFT takes each module whose name ends in one of `modules_to_save`, even if no dot is before it.
+    PEFT takes all of each module whose name ends in one of `modules_to_save`, even if no dot is
+    before it.
     """
-    saved = saved_modules(adapter, model)
-    taken = [
+    ends = tuple(saved_modules(adapter, model))
+    looked_for = [
         name
         for name, module in model.named_modules()
-        if name not in saved
-        and name.endswith(tuple(saved))
+        if name.endswith(ends)
         and any(f"{name}.{each}" not in adapter.tensors for each, _ in module.named_parameters())
     ]
-    if not taken:
+    if not looked_for:
         return None
-    ends = {end for end in saved if any(name.endswith(end) for name in taken)}
     return (
-        f"PEFT takes {in_short(taken, at_most=2)} for {in_short(sorted(ends), at_most=2)}, by the "
-        "end of the name, so that load_adapter alone opens the folder: for PEFT, merge, or name "
-        f"{'it' if len(taken) == 1 else 'them'} in modules_to_train, too"
+        f"PEFT looks for all of {in_short(looked_for, at_most=2)}, because it saves whole modules "
+        "and knows them by the end of the name, so that load_adapter alone opens the folder: for "
+        f"PEFT, merge, or name {'it' if len(looked_for) == 1 else 'them'} in modules_to_train, too"
     )
 
 

@@ -95,9 +95,21 @@ def test_peft_loads_our_folder_and_computes_the_same(case: Case, variant: str, t
     assert_same_tensors(adapter_of(again), adapter)
 
 
-def test_peft_opens_the_folder_of_a_classifier_without_a_task(tmp_path: Path):
+class Scaled(nn.Module):
+    """A linear layer in a module with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.ones(3)), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.out(x)
+
+
+@pytest.mark.parametrize("last", [nn.Linear(8, 3), Scaled()], ids=["plain", "with a parameter"])
+def test_peft_opens_the_folder_of_a_classifier_without_a_task(tmp_path: Path, last: nn.Module):
     """Such as torchvision's. With a task, PEFT would call the model as it calls upstream's."""
-    classifier = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    classifier = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), last)
     model = nn.Sequential(OrderedDict(features=nn.Linear(6, 6), classifier=classifier))
     plain = copy.deepcopy(model)
     lora.add_lora(model, ["features", "0"], r=2, modules_to_train=["classifier.2"])

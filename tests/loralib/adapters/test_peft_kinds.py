@@ -168,13 +168,21 @@ def test_modules_that_peft_takes_for_one_that_is_saved_are_a_warning(
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
     lora.add_lora(model, ["query"], r=2, modules_to_train=trained)
     nn.init.normal_(model["query"].lora_B)
-    warnings = [
-        line for line in lora.save_adapter(model, tmp_path / format) if "PEFT takes" in line
+    remarks = lora.save_adapter(model, tmp_path / format)
+    assert [line for line in remarks if line.startswith("PEFT looks")] == is_warned * [
+        "PEFT looks for all of pre_classifier, because it saves whole modules and knows them by "
+        "the end of the name, so that load_adapter alone opens the folder: for PEFT, merge, or "
+        "name it in modules_to_train, too"
     ]
-    assert warnings == is_warned * [
-        "PEFT takes pre_classifier for classifier, by the end of the name, so that load_adapter "
-        "alone opens the folder: for PEFT, merge, or name it in modules_to_train, too"
-    ]
+
+
+def test_a_module_that_is_held_in_part_is_a_warning(tmp_path):
+    """PEFT would need all of it."""
+    model = nn.ModuleDict({"query": nn.Linear(4, 4), "last": nn.MultiheadAttention(4, 1)})
+    lora.add_lora(model, ["query"], r=2)
+    model["last"].in_proj_weight.requires_grad = True
+    remarks = lora.save_adapter(model, tmp_path / "a")
+    assert any(line.startswith("PEFT looks for all of last, because") for line in remarks)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +198,16 @@ def test_modules_that_peft_takes_for_one_that_is_saved_are_a_warning(
             nn.BatchNorm1d(4, affine=False),
             ["classifier.0", "classifier.2"],
         ),
+        ("features", "classifier.1", nn.MultiheadAttention(4, 1), ["classifier.1"]),
     ],
 )
 def test_a_classifier_is_saved_as_one_module_if_the_adapter_holds_all_of_it(
     tmp_path, target, trained, middle, saved
 ):
-    """Such as torchvision's. PEFT's class for its usual task saves it as one module, too."""
+    """Such as torchvision's. PEFT's class for its usual task saves it as one module, too.
+
+    So is any module with parameters of its own, which PEFT always saves with the modules in it.
+    """
     classifier = nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 4))
     model = nn.ModuleDict({"features": nn.Linear(4, 4), "classifier": classifier})
     lora.add_lora(model, [target], r=2, modules_to_train=[trained])
