@@ -129,4 +129,6 @@ def test_an_adapter_of_a_repeated_block_is_refused_by_a_model_with_separate_bloc
         other.layers = nn.ModuleList(blocks[place] for place in places)
         with pytest.raises(CheckpointError, match=message):
             apply(other, tmp_path / file)
+    lora.save_adapter(drawn(base, ["last"]), tmp_path / f"last_{file}")
+    apply(other, tmp_path / f"last_{file}")  # it does not reach the blocks
     apply(base, tmp_path / file)
