@@ -32,7 +32,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # The errors of file systems that cannot sync a folder, such as some network file systems.
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY)
 
-# Follows the file's name in the name of its temporary file, which identifies the latter as ours.
+# Follows a file's name in the name of its temporary file, which identifies the latter as ours.
 _HALF = ".half-"
 # The other name is that of the temporary file of safetensors, which it renames to ours.
 _HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?|\.tmp[a-zA-Z0-9]{{6}}")
@@ -61,21 +61,20 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
             _write_through(path, temporary)
         return
     target = _check_replaceable(path)
+    temporary, is_new = _half_of(target, target.suffix), not target.exists()
     try:
-        handle, name = tempfile.mkstemp(
-            prefix=f".{target.name}{_HALF}", suffix=target.suffix, dir=target.parent
-        )
+        temporary.touch(0o666 if is_new else 0o600, exist_ok=False)
     except OSError as error:
         raise _not_created(path, error) from error
-    os.close(handle)
-    temporary = Path(name)
     try:
+        mode = (temporary if is_new else target).stat().st_mode & 0o777
         with errors_of(path, temporary):
             yield temporary
             sync_file(temporary)
-        # mkstemp makes files for their owner alone.
-        exists = target.exists()
-        _set_mode(temporary, target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
+        # The writer may have replaced the file by its own, as safetensors does. The file systems of
+        # many USB sticks and network folders have no permissions, and refuse.
+        with suppress(OSError):
+            temporary.chmod(mode)
         _take_place(temporary, target, path)
         sync_folder(target.parent)
     finally:
@@ -86,6 +85,11 @@ def atomic_write_text(path: str | os.PathLike, text: str) -> None:
     """Writes text in UTF-8 as the new content of `path`; raises the errors of `atomic_write`."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def _half_of(path: Path, suffix: str = "") -> Path:
+    """Returns a new name for the temporary file or folder that is to become `path`."""
+    return path.parent / f".{path.name}{_HALF}{os.urandom(4).hex()}{suffix}"
 
 
 def _take_place(temporary: Path, target: Path, path: Path) -> None:
@@ -294,8 +298,9 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
     _check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_half_folders(path)
+    temporary = _half_of(path)
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}{_HALF}", dir=path.parent))
+        temporary.mkdir()
     except OSError as error:
         raise _not_created(path, error) from error
     lock = _lock(temporary)
@@ -305,9 +310,6 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
             for file in temporary.iterdir():
                 sync_file(file)
             sync_folder(temporary)
-        # mkdtemp makes folders for their owner alone; a shared folder's setgid bit is inherited.
-        special = temporary.stat().st_mode & 0o7000
-        _set_mode(temporary, special | 0o777 & ~_umask())
         try:
             temporary.replace(path)
         except OSError as error:
@@ -429,21 +431,6 @@ def _sync(handle: int) -> None:
             if error.errno == errno.EIO:
                 raise
     os.fsync(handle)
-
-
-def _set_mode(path: Path, mode: int) -> None:
-    """Sets the permissions of a new file or folder, if its file system has any.
-
-    Those of many USB sticks and network folders do not, and refuse.
-    """
-    with suppress(OSError):
-        path.chmod(mode)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def remove_leftovers(folder: str | os.PathLike) -> None:
