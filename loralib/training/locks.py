@@ -120,8 +120,8 @@ class Owner:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # another user's process, which exists
-        return started(self.pid) != self.started
+            pass  # another user's process, which exists; /proc may hide when it was started
+        return started(self.pid) not in ("", self.started)
 
     def __str__(self) -> str:
         command = " ".join(self.command.split())
