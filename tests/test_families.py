@@ -218,12 +218,6 @@ def test_merging_gives_the_same_logits(family, model, plain, adapter):
         assert torch.equal(tensor, base[name]) == (name not in adapted), name
 
 
-def test_merging_a_file_gives_pefts_logits(family, adapter, plain):
-    merge_into(plain, adapter)
-    close(logits_of(family, plain), PEFT.logits(family.case))
-    assert not lora_tensors(plain)
-
-
 # ---- PEFT ----
 
 

@@ -207,12 +207,6 @@ def test_metadata_from_pefts_settings(folder):
     assert read_adapter(folder("roberta_bias_lora_only")).metadata.bias == "lora_only"
 
 
-def test_a_given_alpha_has_to_be_the_recorded_one(folder, refusal):
-    assert read_adapter(folder(), lora_alpha=10).metadata.alpha == 10
-    message = refusal(folder("roberta_bias_all"), lora_alpha=16)
-    assert "trained with alpha 10, but lora_alpha is 16" in message
-
-
 def test_ranks_and_alphas_by_module(folder):
     """As in PEFT, the first pattern that fits a module counts."""
     metadata = read_adapter(folder("roberta_patterns")).metadata

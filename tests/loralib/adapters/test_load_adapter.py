@@ -293,23 +293,6 @@ def test_a_model_built_with_lora_layers_can_be_saved(tmp_path):
 # ---- files ----
 
 
-def test_start_from_weights_keeps_an_adapter_loaded_in_inference_mode(tmp_path):
-    """There, PyTorch does not count writes to tensors."""
-    own = nn.Sequential(lora.Linear(4, 4, r=2))
-    nn.init.normal_(own[0].lora_B)
-    lora.mark_only_lora_as_trainable(own)
-    lora.save_adapter(own, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        model = nn.Sequential(lora.Linear(4, 4, r=2))
-    with torch.inference_mode():
-        model.to_empty(device="cpu")
-        model[0].weight.copy_(own[0].weight)
-        model[0].bias.copy_(own[0].bias)
-        lora.load_adapter(model, tmp_path / "a.safetensors")
-        lora.start_from_weights(model)
-        assert_same_bits(model.state_dict(), own.state_dict())
-
-
 def test_a_missing_file_is_an_error(tmp_path):
     refused(WORDS.build(), tmp_path / "a.safetensors", "no such checkpoint file")
 
