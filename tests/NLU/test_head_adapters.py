@@ -311,16 +311,6 @@ def test_a_bank_shares_a_heads_tied_weights_with_the_base():
     assert words.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("head", ["token_classification"]), ("is_decoder", "yes")]
-)
-def test_damaged_metadata_is_refused(field, value, tmp_path):
-    adapter = adapted(*TRAINED[0], **LORA).adapter()
-    damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
-    with pytest.raises(CheckpointError, match=rf"^adapter: invalid {field} .* in its metadata$"):
-        write_adapter(tmp_path / "a.safetensors", damaged)
-
-
 @pytest.mark.parametrize("tie", [True, False])
 def test_an_untied_vocabulary_belongs_to_the_adapter(tie, tmp_path):
     """A tied one is the base's."""

@@ -148,12 +148,6 @@ def test_a_module_with_a_scripted_part_is_refused():
     assert_add_lora_refuses(model, message, "0", r=R, modules_to_train="1")
 
 
-def test_a_quantized_layer_is_refused():
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
-    message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
-    assert_add_lora_refuses(model, message, "a", r=R, modules_to_train="head")
-
-
 class WithState(nn.Linear):
     def get_extra_state(self):
         return {"scale": 1.0}

@@ -40,15 +40,6 @@ def test_biases_of_a_base_of_no_registered_family_are_recognized(others, of_base
 # ---- files ----
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_only_a_views_part_of_its_storage_is_saved(tmp_path, name):
-    large = torch.randn(1000, 64)
-    tensors = {"a.lora_A": large[:2], "a.lora_B": large[5:9].t(), "b.lora_A": large[:2]}
-    write_tensors(tmp_path / name, tensors)
-    assert_same_bits(read_tensors(tmp_path / name)[0], tensors)
-    assert (tmp_path / name).stat().st_size < 10_000
-
-
 def test_a_files_content_decides_its_format(tmp_path):
     adapter = tiny_adapter()
     write_adapter(tmp_path / "a.safetensors", adapter)

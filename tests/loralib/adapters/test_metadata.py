@@ -70,6 +70,10 @@ def test_files_without_our_metadata_have_none(tmp_path, metadata):
         ({"text_columns": '["a", "b", "c"]'}, "invalid text_columns ("),
         ({"rank": "2.5"}, "invalid rank 2.5 in its metadata"),
         ({"alpha": '"4"'}, "invalid alpha '4' in its metadata"),
+        ({"positions": '"yes"'}, "invalid positions 'yes' in its metadata"),
+        ({"positions": "1"}, "invalid positions 1 in its metadata"),
+        ({"head": '["token_classification"]'}, "invalid head ['token_classification'] in its"),
+        ({"is_decoder": '"yes"'}, "invalid is_decoder 'yes' in its metadata"),
     ],
 )
 def test_damaged_metadata_is_refused(tmp_path, changed, message):
