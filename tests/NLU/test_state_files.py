@@ -100,13 +100,6 @@ def test_a_flipped_bit_in_the_weights_is_found(make_trainer, checkpoint, name):
     assert message.endswith(ADVICE.format(checkpoint))
 
 
-def test_a_file_in_pytorch_s_older_format_is_read(make_trainer, checkpoint):
-    """That format has no checksums."""
-    path = checkpoint / OPTIMIZER
-    torch.save(read(path), path, _use_new_zipfile_serialization=False)
-    make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
-
-
 def first(mapping):
     return next(iter(mapping.values()))
 

@@ -293,10 +293,6 @@ def test_a_model_built_with_lora_layers_can_be_saved(tmp_path):
 # ---- files ----
 
 
-def test_a_missing_file_is_an_error(tmp_path):
-    refused(WORDS.build(), tmp_path / "a.safetensors", "no such checkpoint file")
-
-
 def test_an_unknown_alpha_must_be_given_and_a_known_one_be_equal(saved, tmp_path):
     torch.save(lora.lora_state_dict(WORDS.adapted()), tmp_path / "a.pt")
     refused(WORDS.build(), tmp_path / "a.pt", "give it as lora_alpha")
@@ -433,13 +429,6 @@ def test_saving_refuses_a_weight_that_is_trained_and_adapted(tmp_path):
     model.layers[0]["out"].weight.requires_grad = True
     with pytest.raises(CheckpointError, match=r"weight of layers\.0\.out is trained as well"):
         lora.save_adapter(model, tmp_path / "a.safetensors")
-
-
-def test_existing_folders_are_not_overwritten(tmp_path):
-    model = WORDS.adapted()
-    lora.save_adapter(model, tmp_path / "a")
-    with pytest.raises(CheckpointError, match="exists already"):
-        lora.save_adapter(model, tmp_path / "a")
 
 
 def test_saving_refuses_values_that_cannot_be_halved_for_peft(tmp_path):

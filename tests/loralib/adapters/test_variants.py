@@ -10,8 +10,7 @@ from torch import nn
 import loralib as lora
 from loralib.adapters.adapter import Adapter, lora_metadata
 from loralib.adapters.loading import load_into
-from loralib.adapters.merging import merge_into
-from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.errors import CheckpointError
 
 RANK, ALPHA = 4, 6
 
@@ -37,21 +36,9 @@ def adapter(trained):
     return Adapter(tensors, replace(lora_metadata(tensors, RANK, ALPHA), variant="rslora"), "mine")
 
 
-def plain_base(trained: nn.Sequential) -> nn.Sequential:
-    base = model_with(None)
-    base.load_state_dict({"0.weight": trained[0].weight, "0.bias": trained[0].bias})
-    return base
-
-
 def test_a_file_records_the_variant(adapter, tmp_path):
     lora.write_adapter(tmp_path / "a.safetensors", adapter)
     assert lora.read_adapter(tmp_path / "a.safetensors").metadata == adapter.metadata
-
-
-def test_the_releases_format_cannot_record_a_variant(adapter, tmp_path):
-    with pytest.raises(NeedsMergingError, match="of the variant rslora"):
-        lora.write_adapter(tmp_path / "a.bin", adapter, "release")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_peft_folder_records_the_variant(adapter, tmp_path):
@@ -80,25 +67,6 @@ def test_an_adapter_is_loaded_only_into_layers_of_its_variant(adapter, trained):
     plain = replace(adapter, metadata=replace(adapter.metadata, variant=None))
     with pytest.raises(CheckpointError, match="variant lora, the model was built with rslora"):
         load_into(same, plain, backbones=["0."])
-
-
-def test_merging_and_banks_compute_the_variant(adapter, trained):
-    x = torch.randn(3, 5)
-    expected = trained(x)
-    base = plain_base(trained)
-    bank = lora.AdapterBank(base)
-    bank.add("mine", adapter)
-    with bank.use("mine"):
-        torch.testing.assert_close(base(x), expected)
-    merged = plain_base(trained)
-    merge_into(merged, adapter)
-    torch.testing.assert_close(merged(x), expected)
-    torch.testing.assert_close(lora.merge(trained)(x), expected)
-    # Plain LoRA would differ by the square root of the rank.
-    as_plain_lora = replace(adapter, metadata=replace(adapter.metadata, variant=None))
-    wrong = plain_base(trained)
-    merge_into(wrong, as_plain_lora)
-    assert not torch.allclose(wrong(x), expected, atol=0.01)
 
 
 def test_plain_lora_is_not_recorded_as_a_variant(adapter):
