@@ -345,51 +345,46 @@ def test_changed_names_values_or_metadata_are_detected(tmp_path, format, change)
 # ---- PEFT's settings ----
 
 
+INVALID = {
+    "peft_type": ["LOHA"],
+    "r": [0, 2.0, True, None, 10**400],
+    "lora_alpha": [0, -1, "3", None, True, math.nan, math.inf, 10**400],
+    "lora_dropout": [2, "x", 10**400],
+    "use_rslora": [1, "yes"],
+    "use_dora": [1, "yes"],
+    "rank_pattern": [[3], {"query": 0}, {"query": 2.0}, {"*": 2}],
+    "alpha_pattern": [[3], {"query": "3"}, {"query": -1}, {"query": 10**400}, {"(query": 3}],
+    "base_model_name_or_path": [3],
+    "revision": [["main"]],
+    "init_lora_weights": ["pissa", "pissa_niter_4", 1.5, []],
+    "lora_bias": [True],
+    "layer_replication": [[[0, 2], [1, 2]]],
+    "trainable_token_indices": [[5]],
+}
+
+
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("setting", "value", "message"),
     [
-        ("peft_type", "LOHA"),
-        ("peft_type", None),
-        ("r", 0),
-        ("r", 2.0),
-        ("r", True),
-        ("r", 10**400),
-        ("r", 4),
-        ("lora_alpha", 0),
-        ("lora_alpha", -1),
-        ("lora_alpha", "3"),
-        ("lora_alpha", None),
-        ("lora_alpha", True),
-        ("lora_alpha", math.nan),
-        ("lora_alpha", math.inf),
-        ("lora_alpha", 10**400),
-        ("lora_dropout", 2),
-        ("lora_dropout", "x"),
-        ("lora_dropout", 10**400),
-        ("use_rslora", 1),
-        ("rank_pattern", [3]),
-        ("alpha_pattern", [3]),
-        ("alpha_pattern", {"query": "3"}),
-        ("alpha_pattern", {"query": 10**400}),
-        ("alpha_pattern", {"(query": 3}),
-        ("alpha_pattern", {"a\n[b": 3}),
-        ("rank_pattern", {"query": 0}),
-        ("rank_pattern", {"query": 2.0}),
-        ("rank_pattern", {"*": 2}),
-        ("rank_pattern", {"query": 4}),
-        ("base_model_name_or_path", 3),
-        ("revision", []),
-        ("init_lora_weights", "pissa"),
-        ("init_lora_weights", []),
-        ("use_dora", True),
-        ("use_dora", 1),
-        ("a setting\nof tomorrow", 1),
+        *(
+            (name, value, f"adapter_config.json: {name} is ")
+            for name in INVALID
+            for value in INVALID[name]
+        ),
+        ("peft_type", None, "no peft_type"),
+        ("r", 4, f"its rank is 2 ({QUERY}), but"),
+        ("rank_pattern", {"query": 4}, f"its rank is 2 ({QUERY}), but"),
+        ("alpha_pattern", {"a\n[b": 3}, "alpha_pattern is "),
+        ("init_lora_weights", "olora", "is 'olora', which changes the base's weights"),
+        ("use_dora", True, f"{QUERY}.lora_magnitude_vector, which LoRA of the variant dora"),
+        ("of_the_future", {"a": 1}, "of_the_future is {'a': 1}, which plain LoRA does not have"),
+        ("a setting\nof tomorrow", 1, "of tomorrow is 1, which plain LoRA does not have"),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_invalid_or_unsupported_peft_settings_are_refused(tmp_path, setting, value):
+def test_invalid_or_unsupported_peft_settings_are_refused(tmp_path, setting, value, message):
     folder = peft_folder(tmp_path / "a", **{setting: value})
-    refused(lambda: read_adapter(folder), folder)
+    refused(lambda: read_adapter(folder), folder, message)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +413,7 @@ def test_an_alpha_is_refused_if_its_scaling_could_be_infinite_or_zero(
 def test_a_config_without_settings_is_refused(tmp_path, text):
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-    refused(lambda: read_adapter(folder), folder / "adapter_config.json")
+    refused(lambda: read_adapter(folder), folder / "adapter_config.json", "not PEFT's settings")
 
 
 def test_a_config_that_is_not_utf_8_is_refused(tmp_path):
