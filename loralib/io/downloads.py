@@ -24,7 +24,7 @@ ATTEMPTS = 5
 FIRST_WAIT = 1.0  # seconds before the second attempt; doubled before each further one
 TIMEOUT = 30.0  # seconds without a byte
 CHUNK = 1 << 16  # bytes
-# Of an answer that makes no sense, such as a length that is no number, a ValueError.
+# A ValueError is raised for what is no address, and for a length that is no number.
 NETWORK_ERRORS = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException, ValueError)
 
 
@@ -142,7 +142,9 @@ def _identity(response: HTTPResponse) -> str:
 
 
 def _may_pass(error: Exception) -> bool:
-    return not isinstance(error, HTTPError) or error.code in (408, 416, 429) or error.code >= 500
+    if isinstance(error, HTTPError):
+        return error.code in (408, 416, 429) or error.code >= 500
+    return not isinstance(error, ValueError)
 
 
 def _reason(error: Exception) -> str:
