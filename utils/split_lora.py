@@ -13,6 +13,7 @@ Existing files are overwritten only with --overwrite. As an exception, the relea
 above, may be repeated: it replaces a .bin or .pt that holds only LoRA and a head.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,7 +269,8 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
 
 def _is_in_checkpoint(target: Path, source: Path) -> bool:
     """Returns whether `target` is a file of the checkpoint `source`, directly or through links."""
-    folders = {source} if source.is_dir() else {source.parent, source.resolve().parent}
+    linked = Path(os.path.realpath(source))
+    folders = {source} if source.is_dir() else {source.parent, linked.parent}
     files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
     return target.exists() and any(file.exists() and target.samefile(file) for file in files)
 

@@ -294,7 +294,7 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     if path.is_symlink():
-        path = path.resolve()  # a link to an empty folder stays one
+        path = Path(os.path.realpath(path))  # a link to an empty folder stays one
     _check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_half_folders(path)

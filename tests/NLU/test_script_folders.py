@@ -61,6 +61,8 @@ def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, 
 
 def test_training_does_not_write_into_a_base_s_folder(tmp_path):
     args = TrainingArguments(str(tmp_path), do_train=True)
+    (tmp_path / "circle").symlink_to("circle")
+    check_sources_kept(args, {"model_name_or_path": str(tmp_path / "circle")})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="training would overwrite it"):
         check_sources_kept(args, {"model_name_or_path": str(tmp_path)})

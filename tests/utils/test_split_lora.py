@@ -215,6 +215,7 @@ def test_without_settings_there_is_no_metadata_to_write(script, tmp_path):
     [
         ("missing", "no such checkpoint file"),
         ("missing with its folder", "no such checkpoint file"),
+        ("a circle of links", "symbolic links"),
         ("truncated", "damaged"),
         ("changed", "the checksum of "),
         ("changed, in a folder", "the checksum of "),
@@ -230,6 +231,9 @@ def test_sources_that_cannot_be_split(script, tmp_path, damage, reason):
         source.unlink()
     elif damage == "missing with its folder":
         source = tmp_path / "no folder" / source.name
+    elif damage == "a circle of links":
+        source = tmp_path / "circle"
+        source.symlink_to(source)
     elif damage == "truncated":
         source.write_bytes(source.read_bytes()[:500])
     elif damage.startswith("changed"):

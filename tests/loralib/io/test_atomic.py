@@ -217,6 +217,15 @@ def test_a_half_folder_that_cannot_be_opened_is_left_alone(tmp_path, monkeypatch
     assert {*tmp_path.iterdir()} == {tmp_path / "a", left}
 
 
+@posix
+def test_links_in_a_circle_are_not_replaced_by_a_folder(tmp_path):
+    path = tmp_path / "a"
+    path.symlink_to(path)
+    with pytest.raises(NotADirectoryError), atomic_write_folder(path):
+        pass
+    assert [*tmp_path.iterdir()] == [path]
+
+
 @pytest.mark.parametrize("as_file", [True, False])
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, as_file):
     path = tmp_path / "a"

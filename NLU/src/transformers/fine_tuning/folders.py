@@ -54,9 +54,9 @@ def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None
     if checkpoints and not args.overwrite_output_dir:
         return
     for flag, source in sources.items():
-        path = Path(source or "").resolve()
-        if not source or not path.exists():
+        if not source or not os.path.exists(source):
             continue  # not given, or a name on the hub
+        path = Path(source).resolve()
         is_saved = path.parent == output and path.name in _WEIGHT_FILES
         if path == output or is_saved or any(path.is_relative_to(each) for each in checkpoints):
             raise ValueError(
