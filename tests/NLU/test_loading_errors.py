@@ -281,6 +281,7 @@ BROKEN_INDEXES = (
     '{"weight_map": {"a": 1}}',
     '{"weight_map": {"a": ["b"]}}',
     '{"weight_map": null}',
+    pytest.param("[" * 9000, id="deep"),
 )
 
 

@@ -62,7 +62,7 @@ def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> 
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted({os.fspath(shard) for shard in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index of shards") from error
     commit = commit_of(index)
     if commit is not None:  # a branch may move while its shards are fetched
