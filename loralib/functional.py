@@ -320,7 +320,9 @@ def joined_with_start(
         A of shape (2r·count, in) and B of shape (width·count, 2r).
     """
     pair = [part.unflatten(0, (count, -1)) for part in (A, A_start)]
-    return torch.cat(pair, dim=1).flatten(0, 1), torch.cat([B, -B_start], dim=1)
+    # Autocast to bfloat16 refuses to concatenate float16, and the other way round.
+    with products.without_autocast(A.device.type):
+        return torch.cat(pair, dim=1).flatten(0, 1), torch.cat([B, -B_start], dim=1)
 
 
 VARIANTS: dict[str, type[Delta]] = {

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_cases import close_in_half
 from torch import nn
 
 import loralib as lora
@@ -98,6 +99,10 @@ def test_the_initial_product_is_subtracted_and_the_weight_is_bit_exact(kind, nam
     torch.testing.assert_close(layer.eval()(x), trained)
     torch.testing.assert_close(lora.merge(layer)(x), trained)
     assert torch.equal(layer.frozen_weight, weight)
+    layer.half().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which refuses to concatenate float16
+        low = layer(x.half() if x.is_floating_point() else x)
+    close_in_half(low.float(), trained, atol=0.1, rtol=0.05)
 
 
 def test_pissa_takes_the_largest_singular_values():
