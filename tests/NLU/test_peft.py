@@ -167,27 +167,6 @@ def test_wrong_adapters_do_not_give_pefts_logits(folder, merged_base, bases, cas
     assert (logits_of(merged_base(case, exchanged)) - theirs).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("given", [None, CONFIG_NAME, WEIGHTS])
-def test_a_folder_or_a_file_in_it_can_be_read(folder, merged_base, given):
-    path = folder() / given if given else folder()
-    adapter = read_adapter(path)
-    assert adapter.format == "peft"
-    close(
-        logits_of(merged_base("roberta_query_value", adapter)), PEFT.logits("roberta_query_value")
-    )
-
-
-def test_weights_in_a_torch_file_are_read(folder):
-    path = folder()
-    expected = read_adapter(path)
-    torch.save(load_file(path / WEIGHTS), path / "adapter_model.bin")
-    (path / WEIGHTS).unlink()
-    for given in (path, path / CONFIG_NAME, path / "adapter_model.bin"):
-        adapter = read_adapter(given)
-        assert adapter.metadata == expected.metadata
-        assert_same_bits(adapter.tensors, expected.tensors)
-
-
 def test_metadata_from_pefts_settings(folder):
     case = "roberta_query_value"
     metadata = read_adapter(
@@ -490,13 +469,3 @@ def test_bad_tensors_are_refused(folder, refusal, change, message):
     change(tensors)
     save_file(tensors, path / WEIGHTS)
     assert message in refusal(path)
-
-
-def test_a_changed_byte_of_a_tensor_is_refused(folder, refusal, tmp_path):
-    """PEFT's files have no checksum; those that this project wrote have one."""
-    path = tmp_path / "out"
-    write_adapter(path, read_adapter(folder()), "peft")
-    data = bytearray((path / WEIGHTS).read_bytes())
-    data[-1] ^= 1
-    (path / WEIGHTS).write_bytes(data)
-    assert "its content is not what was written (checksum)" in refusal(path)

@@ -345,7 +345,7 @@ def test_changed_names_values_or_metadata_are_detected(tmp_path, format, change)
 # ---- PEFT's settings ----
 
 
-INVALID = {
+INVALID_SETTINGS = {
     "peft_type": ["LOHA"],
     "r": [0, 2.0, True, None, 10**400],
     "lora_alpha": [0, -1, "3", None, True, math.nan, math.inf, 10**400],
@@ -368,8 +368,8 @@ INVALID = {
     [
         *(
             (name, value, f"adapter_config.json: {name} is ")
-            for name in INVALID
-            for value in INVALID[name]
+            for name, values in INVALID_SETTINGS.items()
+            for value in values
         ),
         ("peft_type", None, "no peft_type"),
         ("r", 4, f"its rank is 2 ({QUERY}), but"),
