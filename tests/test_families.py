@@ -218,17 +218,6 @@ def test_merging_gives_the_same_logits(family, model, plain, adapter):
         assert torch.equal(tensor, base[name]) == (name not in adapted), name
 
 
-# ---- PEFT ----
-
-
-def test_pefts_adapter_survives_writing_and_reading_a_peft_folder(adapter, tmp_path):
-    write_adapter(tmp_path / "ours", adapter, "peft")
-    again = read_adapter(tmp_path / "ours")
-    assert_same_bits(again.tensors, adapter.tensors)
-    for field in ("rank", "alpha", "targets"):
-        assert getattr(again.metadata, field) == getattr(adapter.metadata, field)
-
-
 # ---- bank ----
 
 

@@ -210,14 +210,6 @@ def test_every_target_alone_gives_its_own_model_s_logits(task, target, monkeypat
     assert bank.labels("one") == ()
 
 
-def test_labels_are_the_adapters(task):
-    bank = task.bank("ab")
-    assert bank.labels("a") == ("LABEL_0", "LABEL_1")
-    adapter = task.adapter("a")
-    bank.add("named", replace(adapter, metadata=replace(adapter.metadata, labels=("no", "yes"))))
-    assert bank.labels("named") == ("no", "yes")
-
-
 def test_heads_are_whole_modules(task):
     loaded = task.bank("a")._adapters["a"]
     expected = {"classifier"} if task.family == "roberta" else {"classifier", "pooler"}
@@ -442,11 +434,6 @@ def test_threads_use_different_adapters_at_once(task):
         thread.join()
     assert not barrier.broken
     assert not wrong
-
-
-def test_a_base_with_lora_is_refused(task):
-    with pytest.raises(ValueError, match=r"^\S+query\S* has LoRA already[^\n]+$"):
-        lora.AdapterBank(task.lora(TRAINED["a"]))
 
 
 def test_an_adapter_of_another_base_or_family_is_refused(task, make_classifier):

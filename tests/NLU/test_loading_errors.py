@@ -155,13 +155,6 @@ def test_an_adapted_checkpoint_that_lost_its_lora_is_refused(tmp_path, tuned):
     is_one_line(caught)
 
 
-def test_settings_next_to_a_config_are_refused(tmp_path):
-    folder = write(tmp_path / "m", make(RobertaModel).state_dict())
-    for model_class in (AutoModel, RobertaModel):
-        with pytest.raises(TypeError, match="lora_r: set it in the config"):
-            model_class.from_pretrained(folder, RobertaConfig(**SHAPE), lora_r=4)
-
-
 # ---- damaged folders ----
 
 
