@@ -129,6 +129,8 @@ def fetch_file(
     """
     if is_a_path(name):
         raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
+    if revision and not _REVISION.fullmatch(revision):
+        raise OSError(f"'{name}': {revision!r} cannot be the name of a branch, tag or commit")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
     offline = "local_files_only is set" if local_files_only else ""
@@ -155,6 +157,11 @@ def fetch_file(
         # Any exception: the hub library lets errors of its HTTP client through, and its client
         # differs between versions.
         raise _as_os_error(hub, error, wanted) from error
+
+
+# Git has no other names. An adapter or a config.json may name a revision, and the hub library makes
+# it part of a path in its cache, even with ".." in it.
+_REVISION = re.compile(r"(?!/)(?!.*\.\.)[^\x00-\x20\x7f\\:?*\[~^]*")
 
 
 class _Wanted(NamedTuple):

@@ -430,6 +430,19 @@ def test_a_commit_in_the_cache_is_used_without_asking_the_hub(revision, times):
     assert library.is_asked(times)
 
 
+@pytest.mark.parametrize(
+    "revision", ["../../x", "/etc/x", "v1/../../x", "a\\b", "C:x", "v 1", "a\n"]
+)
+def test_what_cannot_be_a_revision_is_refused_before_the_hub_library_writes_it(revision):
+    with pytest.raises(OSError, match=r"cannot be the name of a branch, tag or commit$"):
+        resolve_file("org/tiny", CONFIG, revision=revision)
+
+
+@pytest.mark.parametrize("revision", ["", "main", "v1.0-rc_2", "refs/pr/3", "a0" * 20, "größer"])
+def test_what_can_be_a_revision_is_asked_for(revision):
+    assert hub_files._REVISION.fullmatch(revision)
+
+
 def test_for_a_commit_in_a_folder_the_hub_is_asked(tmp_path):
     """Unlike in the cache, nothing there says which commit a file belongs to."""
     (tmp_path / CONFIG).touch()
