@@ -194,9 +194,9 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
             padding: True or "longest": to the batch's longest row; "max_length": to `max_length`;
                 False: not at all.
             truncation: True or "longest_first": cut the longer of the two texts; "only_first",
-                "only_second"; False: not at all.
+                "only_second"; False or "do_not_truncate": not at all.
             max_length: in tokens, special ones included; `model_max_length` by default. Given
-                alone, without padding and truncation, it truncates.
+                alone, with padding and truncation False, it truncates.
             stride: with `return_overflowing_tokens`, how many tokens of the kept part are repeated
                 in what is cut off.
             is_split_into_words: each text is a list of words.
@@ -308,9 +308,12 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         """
         inputs = inputs_of(is_split_into_words)
         padding, truncation = with_present_names(padding, truncation, max_length, deprecated)
+        if max_length is not None and not padding and not truncation:
+            self._warn_once("max_length without truncation: rows are cut, as with truncation=True")
+            truncation = True
         truncation = strategy("truncation", truncation, TRUNCATION_STRATEGIES)
         padding = strategy("padding", padding, PADDING_STRATEGIES)
-        truncation = self._warned_of(padding, truncation, max_length, pad_to_multiple_of)
+        self._warn_of(padding, truncation, max_length, pad_to_multiple_of)
         limit = self._limit(max_length, "truncation") if truncation else None
         self._check_room(
             limit,
@@ -356,20 +359,16 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         wanted = [name for name, yes in given.items() if yes or (yes is None and name in names)]
         return [names[0], *wanted]
 
-    def _warned_of(
+    def _warn_of(
         self, padding: str, truncation: str, max_length: int | None, multiple: int | None
-    ) -> str:
-        """Warns about settings that may be mistakes; returns the truncation that applies."""
-        if max_length is not None and truncation == padding == "":
-            self._warn_once("max_length without truncation: rows are cut, as with truncation=True")
-            return TRUNCATION_STRATEGIES[0]
+    ) -> None:
+        """Warns about settings that may be mistakes."""
         if multiple is not None and not padding:
             self._warn_once("pad_to_multiple_of without padding: rows are not padded")
         if max_length is not None and padding == PADDING_STRATEGIES[0] and not truncation:
             self._warn_once(
                 "max_length with padding to the longest row, without truncation: it does nothing"
             )
-        return truncation
 
     def _check_room(self, limit: int | None, frame: int, stride: int, multiple: int | None) -> None:
         """Checks that rows are not cut to too few tokens, or to a length that cannot be padded."""

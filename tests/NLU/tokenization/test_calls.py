@@ -148,7 +148,9 @@ def test_truncation_side(tiny):
     whole = left.encode(text)
     row = left.encode(text, truncation=True, max_length=4)
     assert row == [CLS, *whole[3:5], SEP]
-    assert left.encode(text, truncation="do_not_truncate", max_length=4) == row
+    assert left.encode(text, max_length=4) == row
+    for settings in ({"truncation": "do_not_truncate"}, {"padding": "do_not_pad"}):
+        assert left.encode(text, max_length=4, **settings) == whole
 
 
 def test_tensors(tokenizer):
