@@ -209,14 +209,14 @@ def _span(kind: type, bounds: tuple[int, int] | None) -> Any:
 
 
 def to_tensor(name: str, rows: Any) -> torch.Tensor:
-    """Makes one tensor of numbers, or of rows of one length: int64, or float32 for floats.
+    """Makes a tensor of a number, numbers or rows of one length: int64, or float32 for floats.
 
     Raises:
         ValueError: the rows of `name` have different lengths, or are not numbers.
     """
     if isinstance(rows, torch.Tensor):
         return rows
-    if len(rows) and all(isinstance(row, torch.Tensor) for row in rows):
+    if np.iterable(rows) and len(rows) and all(isinstance(row, torch.Tensor) for row in rows):
         # Through numpy, rows would lose their device.
         shapes = {tuple(row.shape) for row in rows}
         if len(shapes) > 1:

@@ -145,7 +145,7 @@ class RowsOfIds(SpecialTokensMixin):
         how = strategy("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
         if num_tokens_to_remove <= 0 or not how:
             return ids, pair_ids, []
-        room = len(ids) + len(pair_ids or ()) - num_tokens_to_remove
+        room = max(0, len(ids) + len(pair_ids or ()) - num_tokens_to_remove)
         lengths = cut_lengths(len(ids), None if pair_ids is None else len(pair_ids), how, room)
         first, overflow = self._cut(ids, lengths[0], stride)
         if pair_ids is None:

@@ -80,8 +80,8 @@ def test_rows_from_ids_equal_rows_from_texts(tokenizer, settings, pair):
 
 
 def test_one_row_as_tensors_with_and_without_a_batch_axis(tokenizer):
-    row = tokenizer.prepare_for_model(FIRST, return_tensors="pt")
-    assert row.input_ids.shape == (10,)
+    row = tokenizer.prepare_for_model(FIRST, return_tensors="pt", return_length=True)
+    assert row.input_ids.shape == (row.length,) == (10,)
     rows = tokenizer.prepare_for_model(FIRST, return_tensors="pt", prepend_batch_axis=True)
     assert torch.equal(rows.input_ids[0], row.input_ids)
 
@@ -116,6 +116,7 @@ def test_the_longer_sequence_is_cut_first(plain):
     ]
     assert lengths == [(7, 5), (6, 5), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3)]
     assert plain.truncate_sequences(FIRST, None, 3)[0] == FIRST[:5]
+    assert plain.truncate_sequences(FIRST, None, 9) == ([], None, FIRST)
     assert plain.truncate_sequences(FIRST, SECOND, 3, "do_not_truncate") == (FIRST, SECOND, [])
 
 
