@@ -120,15 +120,10 @@ class FillMaskPipeline(Pipeline):
             filled = [token if self._is_mask(index) else index for index in ids]
             answers.append(
                 {
-                    "sequence": self._decode(filled),
+                    "sequence": self.tokenizer.decode(filled, skip_special_tokens=True),
                     "score": scores[token].item(),
                     "token": token,
-                    "token_str": self._decode([token]),
+                    "token_str": self.tokenizer.decode(token),
                 }
             )
         return answers
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=True
-        )
