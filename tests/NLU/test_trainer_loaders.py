@@ -468,13 +468,14 @@ def test_another_number_of_processes_does_not_change_an_epoch_s_steps():
     assert changed(layout, {"processes": 2, "examples a step": 16}) == ["examples a step"]
 
 
-@pytest.mark.parametrize(("saved", "last"), [(4, 1.2), (5, 2)])
-def test_ignore_data_skip_resumes_at_the_epoch_s_beginning(make, saved, last):
+@pytest.mark.parametrize(("saved", "batches", "last"), [(4, 1, 1.2), (5, 1, 2), (2, 2, 1.8)])
+def test_ignore_data_skip_resumes_at_the_epoch_s_beginning(make, saved, batches, last):
     """If the epoch's last step was saved, that is the next epoch's."""
     settings = {"save_strategy": "steps", "save_steps": saved, "ignore_data_skip": True}
+    settings["gradient_accumulation_steps"] = batches
     make(Shuffled, **settings, max_steps=saved).train()
     resumed = make(Shuffled, **settings)
-    assert resumed.train(resume_from_checkpoint=True).global_step == 10
+    assert resumed.train(resume_from_checkpoint=True).global_step == {1: 10, 2: 4}[batches]
     assert resumed.state.epoch == pytest.approx(last)
 
 

@@ -668,8 +668,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _train_epoch(self, epoch: int, passes: EpochBatches) -> None:
         args, progress = self.args, self._progress
         # The batches that a run resumed in the middle of an epoch has already seen.
-        skip = progress.batches
-        if args.ignore_data_skip and skip != passes.length:  # an epoch that is over stays so
+        skip, to_update = progress.batches, args.gradient_accumulation_steps
+        # An epoch that has made its last update is not begun again.
+        if args.ignore_data_skip and skip + to_update <= (passes.length or math.inf):
             skip = 0
         before = self.state.global_step
         # The batches of an epoch. If unknown, the whole run counts as one epoch.
