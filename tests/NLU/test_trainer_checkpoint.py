@@ -700,6 +700,7 @@ def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_
         ("hidden_act", "relu", "gelu, but this run has relu"),
         ("layer_norm_eps", 0.01, "1e-05, but this run has 0.01"),
         ("hidden_dropout_prob", 0.5, "0.0, but this run has 0.5"),
+        ("classifier_dropout", 0.5, "None, but this run has 0.5"),
         ("attention_probs_dropout_prob", 0.5, "0.0, but this run has 0.5"),
         ("num_attention_heads", 2, "4, but this run has 2"),
     ],

@@ -88,10 +88,10 @@ _SAME_OF_A_MODEL = (
 # Likewise, settings in the base's config.json that neither weights nor their shapes would show.
 _SAME_OF_A_BASE = (
     *("hidden_act", "pooler_hidden_act", "conv_act", "conv_groups", "layer_norm_eps"),
-    *("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout"),
-    *("num_attention_heads", "pad_token_id", "tie_word_embeddings", "position_biased_input"),
-    *("relative_attention", "max_relative_positions", "position_buckets", "pos_att_type"),
-    *("share_att_key", "norm_rel_ebd"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    *("pooler_dropout", "num_attention_heads", "pad_token_id", "tie_word_embeddings"),
+    *("position_biased_input", "relative_attention", "max_relative_positions"),
+    *("position_buckets", "pos_att_type", "share_att_key", "norm_rel_ebd"),
 )
 
 NEW_RUN = "begin a new run with another --output_dir or --overwrite_output_dir"
