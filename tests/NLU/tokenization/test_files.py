@@ -205,7 +205,7 @@ def test_damaged_files_are_named(tokenizer, folder, name):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("[1]", "contains a list"), ("[" * 9000, "not a JSON file")],
+    [("[1]", "contains a list"), ("[" * 100_000, "not a JSON file")],
     ids=["list", "deep"],
 )
 def test_a_configuration_that_is_not_a_dict_is_an_error(folder, content, message):
