@@ -55,7 +55,10 @@ def test_a_file_is_replaced_atomically_and_keeps_its_permissions(tmp_path):
     path.write_text("old")
     path.chmod(0o640)
     with open(path) as before:
-        write(path)
+        with atomic_write(path) as temporary:
+            # The old file's readers may be few, so the new content has none until it is complete.
+            assert os.name != "posix" or stat.S_IMODE(temporary.stat().st_mode) == 0o600
+            temporary.write_text("new")
         assert before.read() == "old"  # a reader still has the old content
     assert path.read_text() == "new"
     assert os.name != "posix" or stat.S_IMODE(path.stat().st_mode) == 0o640
