@@ -211,9 +211,9 @@ def _has_layers(adapter: Adapter, card: str) -> bool:
     targets = targets_of_adapter(adapter)
     if targets is None or adapter.lora.bias != "none":
         return False
-    # A PEFT folder says that it adapts some blocks only. Another file that lacks blocks is damaged.
+    # A file in the release's format that lacks blocks is damaged: nothing says that it is whole.
     in_all_blocks = config_of(card, lora_attn_dim=1, lora_targets=targets).lora_modules
-    return not adapter.peft_config or lora_modules(adapter.tensors) == set(in_all_blocks)
+    return adapter.format == "release" or lora_modules(adapter.tensors) == set(in_all_blocks)
 
 
 def _check_not_lora_alone(base: Base, trains: bool) -> None:

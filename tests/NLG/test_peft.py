@@ -124,7 +124,7 @@ def test_merging_gives_pefts_logits(folder, case):
 
 
 def test_an_adapter_of_some_blocks_is_merged(folder, opened):
-    """If a PEFT folder's settings say so; else its file is damaged."""
+    """If its settings or its checksum say that it is whole."""
     path = folder("gpt2_attention_output")
     first = {name: t for name, t in load_copied(path / WEIGHTS).items() if ".h.0." in name}
     save_file(first, path / WEIGHTS)
@@ -132,11 +132,19 @@ def test_an_adapter_of_some_blocks_is_merged(folder, opened):
         opened(path)
     config = json.loads((path / CONFIG_NAME).read_text())
     (path / CONFIG_NAME).write_text(json.dumps(config | {"layers_to_transform": [0]}))
-    model = opened(path)
-    assert not lora_layers(model)
-    expected = merged_with(read_adapter(path))
-    assert_equal(model.state_dict(), expected.state_dict())
-    assert (logits_of(model) - logits_of(plain_model())).abs().max() > 0.1
+    adapter = read_adapter(path)
+    expected = merged_with(adapter)
+    assert (logits_of(expected) - logits_of(plain_model())).abs().max() > 0.1
+    files = {kind: path.parent / kind for kind in ("lora", "peft")}
+    for kind, file in files.items():
+        write_adapter(file, adapter, kind)
+    for file in (path, *files.values()):
+        model = opened(file)
+        assert not lora_layers(model)
+        assert_equal(model.state_dict(), expected.state_dict())
+    torch.save(adapter.tensors, path.parent / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt: lacks 2 tensors: transformer\.h\.1"):
+        opened(path.parent / "a.pt", "--lora_alpha", "12")
 
 
 @pytest.mark.parametrize("case", CASES)
