@@ -90,7 +90,7 @@ CALLS = {
         ),
         (
             "{rte} --model_name_or_path {bad}/id_beyond",
-            "the tokenizer has ids up to 9999, the model has 269 tokens: they do not belong",
+            "the tokenizer has ids up to 269, the model has 269 tokens: they do not belong",
         ),
         (
             "{rte} --model_name_or_path {bad}/no_positions",

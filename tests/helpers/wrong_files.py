@@ -190,7 +190,8 @@ def write_bad(folder: Path, good: Path) -> Path:
     shutil.copytree(good / "base", folder / "id_beyond")
     (folder / "id_beyond" / "tokenizer.json").unlink()
     vocabulary = json.loads((good / "base" / "vocab.json").read_text())
-    (folder / "id_beyond" / "vocab.json").write_text(json.dumps({**vocabulary, "Ġr": 9999}))
+    vocabulary["Ġr"] = len(vocabulary)
+    (folder / "id_beyond" / "vocab.json").write_text(json.dumps(vocabulary))
     for name, settings in GPT2_CONFIGS.items():
         (folder / name).mkdir()
         values = {**GPT2, "n_positions": 30, **settings}
