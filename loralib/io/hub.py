@@ -129,7 +129,7 @@ def fetch_file(
     """
     if is_a_path(name):
         raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
-    if revision and not _REVISION.fullmatch(revision):
+    if revision and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
         raise OSError(f"'{name}': {revision!r} cannot be the name of a branch, tag or commit")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}

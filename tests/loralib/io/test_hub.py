@@ -431,7 +431,7 @@ def test_a_commit_in_the_cache_is_used_without_asking_the_hub(revision, times):
 
 
 @pytest.mark.parametrize(
-    "revision", ["../../x", "/etc/x", "v1/../../x", "a\\b", "C:x", "v 1", "a\n"]
+    "revision", ["../../x", "/etc/x", "v1/../../x", "a\\b", "C:x", "v 1", "a\n", 3]
 )
 def test_what_cannot_be_a_revision_is_refused_before_the_hub_library_writes_it(revision):
     with pytest.raises(OSError, match=r"cannot be the name of a branch, tag or commit$"):
