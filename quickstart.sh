@@ -10,7 +10,7 @@ case ${1:-} in
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
 *) echo "quickstart.sh: error: takes no arguments, but got $1" >&2 && exit 2 ;;
 esac
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 
 bash utils/make_environment.sh
 source .venv/bin/activate

@@ -9,7 +9,7 @@ set -euo pipefail
 case ${1:-} in
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
 esac
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 
 # Two workers per core, because many tests wait for processes of their own; the fast ones do not.
 # At most eight cores are counted: a container may see more than it may use.

@@ -9,7 +9,7 @@ set -euo pipefail
 case ${1:-} in
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
 esac
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 
 die() {
     echo "create_datasets.sh: error: $*" >&2

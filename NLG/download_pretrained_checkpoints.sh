@@ -7,7 +7,7 @@ set -euo pipefail
 case ${1:-} in
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
 esac
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 
 if [ $# -eq 0 ]; then
     set -- gpt2 gpt2-medium gpt2-large

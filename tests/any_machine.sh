@@ -5,7 +5,7 @@
 #
 #   bash tests/any_machine.sh [tests/loralib -x …]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 # PyTorch's own instructions, oneDNN's, MKL's, threads, and more for pytest; - is what is found here.
 runs=(

@@ -196,24 +196,30 @@ def test_quickstarts_with_arguments_do_not_run(tmp_path, script):
 
 @pytest.mark.parametrize("named", ["E2E", "VOCAB"])
 def test_a_quickstart_given_one_folder_needs_the_other_too(tmp_path, named):
-    """It fails before it moves or replaces the output of an earlier run."""
+    """It fails before it moves or replaces the output of an earlier run.
+
+    Nor does it follow an exported CDPATH to another project's folder of the same name.
+    """
     script = tmp_path / "NLG" / "quickstart_e2e.sh"
+    elsewhere = tmp_path / "another project"
     earlier = script.parent / "quickstart_output"
     folders = {"E2E": tmp_path / "corpus", "VOCAB": tmp_path / "words"}
     files = {"E2E": ("valid.txt", "test.txt"), "VOCAB": ("encoder.json", "vocab.bpe")}
     environment = tmp_path / "utils" / "make_environment.sh"
     activate = tmp_path / ".venv" / "bin" / "activate"
-    for folder in (earlier, *folders.values(), environment.parent, activate.parent):
+    made = (earlier, *folders.values(), environment.parent, activate.parent, elsewhere / "NLG")
+    for folder in made:
         folder.mkdir(parents=True)
     for path in (environment, activate, *(folders[named] / name for name in files[named])):
         path.touch()
     script.write_bytes((ROOT / "NLG/quickstart_e2e.sh").read_bytes())
     others = {name: value for name, value in os.environ.items() if name not in folders}
     done = subprocess.run(
-        ["bash", script],
+        ["bash", "NLG/quickstart_e2e.sh"],
         capture_output=True,
         text=True,
-        env={**others, named: str(folders[named])},
+        cwd=tmp_path,
+        env={**others, named: str(folders[named]), "CDPATH": str(elsewhere)},
     )
     assert (done.returncode, done.stdout) == (1, "")
     # Only files of the other folder are missing, which has its default path.
@@ -222,6 +228,15 @@ def test_a_quickstart_given_one_folder_needs_the_other_too(tmp_path, named):
     assert str(folders[named]) not in done.stderr
     assert done.stderr.endswith("where E2E or VOCAB is set, both are needed\n")
     assert earlier.is_dir()
+
+
+def test_no_shell_script_follows_an_exported_cdpath():
+    """With a CDPATH, `cd NLG` goes to another folder of that name, and prints its path."""
+    patterns = ("*.sh", "utils/*.sh", "NLU/*.sh", "NLG/*.sh", "NLG/*/*.sh")
+    scripts = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    assert len(scripts) > 30
+    found = [path for path in scripts if re.search(r"^ *cd ", path.read_text("utf-8"), re.M)]
+    assert found == []
 
 
 @pytest.mark.parametrize(

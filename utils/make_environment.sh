@@ -12,7 +12,7 @@ case $* in
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
 *) echo "make_environment.sh: error: takes only --with-tests, but got $*" >&2 && exit 2 ;;
 esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 project=(-e . -e "NLU[tensorboard]" -r NLG/requirements.txt -r utils/requirements.txt)
 packages=("${project[@]}")

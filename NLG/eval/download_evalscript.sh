@@ -9,7 +9,7 @@ case ${1:-} in
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
 *) echo "download_evalscript.sh: error: takes no arguments, but got $1" >&2 && exit 2 ;;
 esac
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 
 python -m pip install -c ../../constraints.txt -r ../requirements-java.txt
 java -version > /dev/null 2>&1 ||

@@ -4,7 +4,7 @@
 #   TRIAL_DIR  for trials: a folder with base.pt (a gpt2.xs), vocab and data, used
 #              instead of the published ones
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 card=${1:-}
 shift || true

@@ -7,7 +7,7 @@
 #
 # INTEROP_ENV names the environment's folder (default: .venv-interop), PYTHON the interpreter.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 environment=${INTEROP_ENV:-.venv-interop}
 if [ ! -x "$environment/bin/python" ]; then
