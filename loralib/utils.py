@@ -176,7 +176,7 @@ def parameter_groups(
     check_model(model)
     lr, lora_plus_ratio = _rate("lr", lr), _rate("lora_plus_ratio", lora_plus_ratio)
     if not contains(model, LoRALayer):
-        raise ValueError(f"{type(model).__name__} has no LoRA layers")
+        raise ValueError(f"{type(model).__name__} has no LoRA layers: call add_lora first")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model is trained")

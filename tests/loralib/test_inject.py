@@ -353,7 +353,8 @@ def test_a_ratio_that_is_not_positive_is_refused(model, ratio):
 
 
 def test_a_model_without_lora_has_no_groups(model):
-    with pytest.raises(ValueError, match=f"{type(model).__name__} has no LoRA layers"):
+    message = f"{type(model).__name__} has no LoRA layers: call add_lora first"
+    with pytest.raises(ValueError, match=message):
         lora.parameter_groups(model, 1e-3)
 
 
