@@ -230,13 +230,14 @@ def test_a_quickstart_given_one_folder_needs_the_other_too(tmp_path, named):
     assert earlier.is_dir()
 
 
-def test_no_shell_script_follows_an_exported_cdpath():
+def test_every_shell_script_can_be_run_and_follows_no_exported_cdpath():
     """With a CDPATH, `cd NLG` goes to another folder of that name, and prints its path."""
     patterns = ("*.sh", "utils/*.sh", "NLU/*.sh", "NLG/*.sh", "NLG/*/*.sh")
-    scripts = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    scripts = {path: path.read_text("utf-8") for pattern in patterns for path in ROOT.glob(pattern)}
     assert len(scripts) > 30
-    found = [path for path in scripts if re.search(r"^ *cd ", path.read_text("utf-8"), re.M)]
-    assert found == []
+    assert [path for path, text in scripts.items() if re.search(r"^ *cd ", text, re.M)] == []
+    to_run = [path for path, text in scripts.items() if text.startswith("#!")]
+    assert [path for path in to_run if not os.access(path, os.X_OK)] == []
 
 
 @pytest.mark.parametrize(
