@@ -3,6 +3,7 @@
 # small corpus and a small GLUE task, pretrains a small base, adapts it with LoRA, extracts the LoRA
 # weights, evaluates base + LoRA file in a new process, trains the same base in two other ways to
 # compare, and prints a summary. All of it is in quickstart_output/, which is deleted first.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh quickstart.sh
 set -euo pipefail
 
 case ${1:-} in

@@ -4,6 +4,7 @@
 #   bash run_tests.sh                      everything
 #   bash run_tests.sh --fast               three minutes: no processes that talk, no fuzzing, nothing slow
 #   bash run_tests.sh tests/loralib -x     arguments go to pytest, after --fast as well
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh run_tests.sh
 set -euo pipefail
 
 case ${1:-} in

@@ -4,6 +4,7 @@
 #
 #   bash create_datasets.sh                      every corpus that is there
 #   bash create_datasets.sh e2e [webnlg] [dart]  those that are named
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh create_datasets.sh
 set -euo pipefail
 
 case ${1:-} in

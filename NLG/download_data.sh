@@ -2,6 +2,7 @@
 # Fetches GPT-2's vocabulary into vocab, and E2E, WebNLG 2017 and DART into data; or only what is named:
 #
 #   bash download_data.sh [vocab] [e2e] [webnlg] [dart]
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh download_data.sh
 set -euo pipefail
 
 case ${1:-} in

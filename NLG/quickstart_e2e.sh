@@ -7,6 +7,7 @@
 # fetches both into these. Where neither is named and one lacks its files, it is a small corpus that
 # the project makes; where one is named, both have to hold their files. All that is made is in
 # quickstart_output/, which is deleted first.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh quickstart_e2e.sh
 set -euo pipefail
 
 case ${1:-} in

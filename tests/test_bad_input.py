@@ -182,12 +182,13 @@ def test_a_recipe_prints_one_line_of_error(tmp_path, script, environment, messag
     assert message in failing_line(["bash", tmp_path / script], copy, **environment)
 
 
+@pytest.mark.parametrize("shell", ["bash", "sh"])
 @pytest.mark.parametrize("script", ["quickstart.sh", "NLG/quickstart_e2e.sh"])
-def test_quickstarts_with_arguments_do_not_run(tmp_path, script):
+def test_quickstarts_with_arguments_do_not_run(tmp_path, script, shell):
     (tmp_path / "script.sh").write_bytes((ROOT / script).read_bytes())
     for flag, status, says in (("--help", 0, "From nothing to a"), ("--bf16", 2, "no arguments")):
         done = subprocess.run(
-            ["bash", tmp_path / "script.sh", flag], capture_output=True, text=True, cwd=tmp_path
+            [shell, tmp_path / "script.sh", flag], capture_output=True, text=True, cwd=tmp_path
         )
         assert done.returncode == status
         assert says in done.stdout + done.stderr

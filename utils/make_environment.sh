@@ -5,6 +5,7 @@
 #
 # PYTHON names the interpreter to make it with (default: the first of python3, python3.14 … 3.10). Then
 # a .venv with another version of Python is refused.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh make_environment.sh
 set -euo pipefail
 
 case $* in

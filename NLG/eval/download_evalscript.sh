@@ -2,6 +2,7 @@
 # Fetches what METEOR, ROUGE-L and CIDEr need besides Java; the other scores need nothing more.
 #
 #   cd eval && bash download_evalscript.sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # also if run as: sh download_evalscript.sh
 set -euo pipefail
 
 case ${1:-} in
