@@ -17,13 +17,14 @@ def set_up_streams() -> None:
 
     A stream is None if it was closed, as by ``2>&-``, or never existed, as for Windows services.
     Standard output's encoding may lack characters, such as "√" on a pipe in Windows. They are then
-    escaped, as on standard error, instead of raising an error. Errors of standard output name it,
-    see `_Output`.
+    escaped, as on standard error, instead of raising an error, which is Python's default (in the
+    locale C, it is called surrogateescape). Errors of standard output name it, see `_Output`.
     """
     _open_closed_descriptors()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    defaults = ("strict", "surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in defaults:
         sys.stdout.reconfigure(errors="backslashreplace")
     _set_up_output()
 

@@ -233,10 +233,15 @@ def test_closed_or_missing_output_is_not_flushed(monkeypatch, stream):
 
 
 @pytest.mark.parametrize(
-    ("errors", "expected"), [("strict", "backslashreplace"), ("replace", "replace")]
+    ("errors", "expected"),
+    [
+        ("strict", "backslashreplace"),
+        ("surrogateescape", "backslashreplace"),
+        ("replace", "replace"),
+    ],
 )
 def test_the_users_handling_of_unknown_characters_stays(monkeypatch, errors, expected):
-    """Set by PYTHONIOENCODING; the default, an error, is replaced."""
+    """Set by PYTHONIOENCODING; the defaults, with which they are an error, are replaced."""
     stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors)
     monkeypatch.setattr(sys, "stdout", stream)
     set_up_streams()
