@@ -65,7 +65,7 @@ HEADS_OF_TASK = {
 }
 # The heads, by the endings of upstream's class names. If there is no task type, PEFT's settings
 # record the class.
-HEAD_OF_CLASS = {
+_HEAD_OF_ENDING = {
     "ForSequenceClassification": "sequence_classification",
     "ForTokenClassification": "token_classification",
     "ForQuestionAnswering": "question_answering",
@@ -140,6 +140,12 @@ def attention_of(module: str, modules: Collection[str]) -> str | None:
     """
     owner = module.removesuffix(OUT_PROJ)
     return owner if owner != module and owner in modules else None
+
+
+def head_of_class(name: str) -> str | None:
+    """Returns the head of the upstream class with this name, or None."""
+    heads = (head for ending, head in _HEAD_OF_ENDING.items() if name.endswith(ending))
+    return next(heads, None)
 
 
 def peft_difference(module: nn.Module) -> str | None:

@@ -26,7 +26,6 @@ from .families import enabled_slices, family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
 from .peft import (
     CONFIG_NAME,
-    HEAD_OF_CLASS,
     PREFIX,
     TASK_OF_HEAD,
     TIMES_ADDED,
@@ -35,6 +34,7 @@ from .peft import (
     as_int,
     attention_of,
     end_of_name,
+    head_of_class,
     is_targeted_parameter,
     stacked_B_of,
 )
@@ -169,10 +169,10 @@ def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
     if family and family.peft_task and task == family.peft_task:
         return None
     heads = family.heads if family and family.heads else TASK_OF_HEAD
-    told = [head for head, its_task in TASK_OF_HEAD.items() if its_task == task]
+    told: list[str | None] = [head for head, its in TASK_OF_HEAD.items() if its == task]
     if family:
         name = str((config.get("auto_mapping") or {}).get("base_model_class"))
-        told += [head for ending, head in HEAD_OF_CLASS.items() if name.endswith(ending)]
+        told.append(head_of_class(name))
     return next((head for head in told if head in heads), None)
 
 

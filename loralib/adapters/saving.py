@@ -38,7 +38,7 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .metadata import LoraMetadata
 from .model_settings import dropout_of, lora_settings, setting_of
-from .peft import HEAD_OF_CLASS, HEADS_OF_TASK, TASK_OF_HEAD, peft_difference
+from .peft import HEADS_OF_TASK, TASK_OF_HEAD, head_of_class, peft_difference
 from .saving_warnings import SAVED_WHOLE, saving_warnings
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _adapter_of(
         base=as_text("base", base, "roberta-base") or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides),
         task=as_text("task", task, "mnli"),
-        head=_head_of(model, tensors),
+        head=_head_of(model, state, tensors),
         labels=None if labels is None else as_names("labels", labels),
         places=_places_of(model, tensors),
     )
@@ -279,7 +279,9 @@ def _name_in_config(model: nn.Module) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _head_of(model: nn.Module, saved: Mapping[str, Tensor]) -> str | None:
+def _head_of(
+    model: nn.Module, state: Mapping[str, Tensor], saved: Mapping[str, Tensor]
+) -> str | None:
     """Returns the task of the head of upstream's models, told by the class's name, or None.
 
     In a registered family the tensors tell it. PEFT saves a classifier as a whole, so it is not
@@ -287,16 +289,16 @@ def _head_of(model: nn.Module, saved: Mapping[str, Tensor]) -> str | None:
 
     Args:
         model: the model.
+        state: its state dict.
         saved: the adapter's tensors.
     """
     if family_of(saved) or not setting_of(getattr(model, "config", None), "model_type"):
         return None
-    name = type(model).__name__
-    head = next((head for ending, head in HEAD_OF_CLASS.items() if name.endswith(ending)), None)
+    head = head_of_class(type(model).__name__)
     if head not in TASK_OF_HEAD:
         return None
     wholes = HEADS_OF_TASK.get(TASK_OF_HEAD[head])
-    own = {name for name in model.state_dict() if top_module(name) in (wholes or ())}
+    own = {name for name in state if top_module(name) in (wholes or ())}
     return head if wholes is None or (own and own <= saved.keys()) else None
 
 
